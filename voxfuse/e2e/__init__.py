@@ -1,0 +1,1 @@
+"""Stack drivers, ASR, statistics and the gate: real speech, judged end to end."""

@@ -1,0 +1,62 @@
+"""What the gate asks of a stack driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from voxfuse.records import Record
+
+
+class Text(Record, frozen=True, kw_only=True):
+    """One text to speak. ``phonemes`` are in the stack's own alphabet where it takes phonemes, so no G2P is needed."""
+
+    id: str
+    text: str
+    phonemes: str | None = None
+
+
+class Speech(NamedTuple):
+    """Audio as float32 samples in [-1, 1], and wall seconds per stage (synchronised with the device)."""
+
+    audio: np.ndarray
+    stages: dict[str, float]
+
+
+class Workload(Record, frozen=True, kw_only=True):
+    """Which parts of the workload matrix a stack supports; what it does not is listed in the verdict."""
+
+    streaming: bool
+    concurrency: bool
+    reference_audio: bool
+    languages: tuple[str, ...]
+
+
+class Stack(Protocol):
+    """A driver: loads real weights, speaks one text with a seed, says what it supports."""
+
+    name: str
+    distribution: str
+    sample_rate: int
+    workload: Workload
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The loaded model: what ``apply_patches(model)`` takes."""
+
+    @property
+    def weights(self) -> str:
+        """Which weights are loaded, with their checksum."""
+
+    def load(self, device: str, model_dir: Path | None = None) -> None:
+        """Load the model onto a device. Raises WeightsMissing, with what to do, where no weights can be had."""
+
+    def synthesize(self, text: Text, seed: int) -> Speech:
+        """Speak one text; the same seed gives the same audio on the same device."""
+
+
+class WeightsMissing(RuntimeError):
+    """No weights could be had; the message says where they were looked for and what to install."""

@@ -1,0 +1,1 @@
+"""One operation per file: Triton kernels, launcher, envelope, and the upstream chain as reference."""

@@ -1,0 +1,289 @@
+"""The records that pass between the rooms: hotspot, fusion, receipt and verdicts, as data.
+
+Every record is JSON with a schema version. A verdict carries the raw samples that it was computed from, so that it
+can be recomputed; ``json_schema`` gives the JSON Schema (draft 2020-12) of a record type.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+Contract = Literal["bitwise", "same-precision", "reduced"]
+Backend = Literal["triton", "interpreter", "reference"]
+Status = Literal["applied", "pending", "skipped", "deferred", "reverted"]
+Comparison = Literal["win", "loss", "neutral"]
+GateOutcome = Literal["pass", "fail", "inconclusive", "not-judged"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything below: immutable, keyword-only, strict about unknown fields."""
+
+
+class Document(Record, frozen=True, kw_only=True, tag_field="record"):
+    """A record that is written to a file of its own; ``record`` names its type."""
+
+    schema: int = SCHEMA_VERSION
+
+
+class Environment(Record, frozen=True, kw_only=True):
+    """Where something was measured. ``gpu`` fields are None on a machine without a GPU."""
+
+    gpu: str | None
+    gpu_uuid_sha256: str | None
+    compute_capability: str | None
+    driver: str | None
+    torch: str
+    triton: str | None
+    python: str
+    platform: str
+    voxfuse: str
+    commit: str | None
+    packages: dict[str, str] = {}
+
+
+class TensorSignature(Record, frozen=True, kw_only=True):
+    """Shape and strides in elements; dtype as torch prints it without the ``torch.`` prefix."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...]
+
+
+class Hotspot(Document, frozen=True, kw_only=True, tag="hotspot"):
+    """One operation of one module in a profile, with what fusing it could give end to end.
+
+    ``amdahl_ceiling`` = 1 / (1 − ``critical_path_share``).
+    """
+
+    stack: str
+    stage: str
+    module: str
+    operation: str
+    signature: tuple[TensorSignature, ...]
+    calls: int
+    gpu_us: float
+    host_us: float
+    launches: int
+    busy_share: float
+    wall_share: float
+    critical_path_share: float
+    amdahl_ceiling: float
+    fusions: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+class Fusion(Document, frozen=True, kw_only=True, tag="fusion"):
+    """A registered fusion. ``name`` is stack-free; ``operations`` are the upstream operations that it replaces."""
+
+    name: str
+    stacks: tuple[str, ...]
+    operations: tuple[str, ...]
+    contract: Contract
+    envelope: str
+    kernels: tuple[str, ...]
+
+
+class Receipt(Document, frozen=True, kw_only=True, tag="receipt"):
+    """What became of one fusion on one target.
+
+    ``calls`` counts fused calls, graph replays included; ``fallbacks`` counts, per reason, the calls that ran the
+    upstream chain instead.
+    """
+
+    fusion: str
+    stack: str
+    target: str
+    count: int
+    status: Status
+    reason: str | None = None
+    backend: Backend | None = None
+    calls: int = 0
+    fallbacks: dict[str, int] = {}
+    process_id: int
+    versions: dict[str, str] = {}
+
+
+class Case(Record, frozen=True, kw_only=True):
+    """One shape at which a fusion is judged; ``parameters`` are the scalar arguments."""
+
+    name: str
+    stack: str
+    tensors: dict[str, TensorSignature]
+    parameters: dict[str, int | float | str | bool] = {}
+
+
+class Arm(Record, frozen=True, kw_only=True):
+    """One contender of a micro verdict.
+
+    ``gpu_us`` are per-pair samples, in the same order in every arm of the verdict (graph replay); ``host_us`` is the
+    eager host cost of one call; ``error_fp64`` is the relative RMS error against the fp64 oracle. ``absent`` says why
+    an arm could not run, and then nothing else is set.
+    """
+
+    name: str
+    gpu_us: tuple[float, ...] = ()
+    host_us: float | None = None
+    launches: int | None = None
+    peak_bytes: int | None = None
+    error_fp64: float | None = None
+    absent: str | None = None
+
+
+class Ratio(Record, frozen=True, kw_only=True):
+    """Median of paired ratios baseline / voxfuse (above 1 means that voxfuse is faster) with its 95 % interval."""
+
+    baseline: str
+    median: float
+    low: float
+    high: float
+    verdict: Comparison
+
+
+class MicroVerdict(Document, frozen=True, kw_only=True, tag="micro-verdict"):
+    """One fusion at one shape on one GPU against its baselines. ``wrong`` set means: no speed is claimed.
+
+    ``aa_half_width`` is the half-width of the A/A interval, as a ratio; ``win_bar`` = max(0.03, 2 × that).
+    ``ceilings`` are measured in the same run (``copy_bytes_per_s``, ``launch_floor_us``). ``bytes_moved`` is the
+    compulsory traffic (each input read once, each output written once); ``speed_of_light`` is the fraction of
+    max(bytes / copy bandwidth, launch floor) reached.
+    """
+
+    fusion: str
+    case: Case
+    environment: Environment
+    arms: tuple[Arm, ...]
+    ratios: tuple[Ratio, ...]
+    aa_half_width: float
+    win_bar: float
+    controls: dict[str, float]
+    ceilings: dict[str, float]
+    bytes_moved: int
+    speed_of_light: float | None
+    wrong: str | None = None
+    measured_at: str
+
+
+class Metric(Record, frozen=True, kw_only=True):
+    """One figure of a gate, for both arms; ``low`` and ``high`` bound ``delta`` (95 %) where an interval exists.
+
+    ``not_judged`` says why the figure is missing or not judged.
+    """
+
+    name: str
+    unit: str
+    baseline: float | None
+    patched: float | None
+    delta: float | None = None
+    low: float | None = None
+    high: float | None = None
+    not_judged: str | None = None
+
+
+class Guard(Record, frozen=True, kw_only=True):
+    """A condition declared before the run. ``outcome`` is ``pass``, ``fail``, ``inconclusive`` or ``not-judged``."""
+
+    name: str
+    value: float | None
+    limit: float | None
+    outcome: GateOutcome
+    detail: str = ""
+
+
+class ArmUtterance(Record, frozen=True, kw_only=True):
+    """What one arm did with one utterance: enough to recompute every verdict from."""
+
+    audio_sha256: str | None
+    audio_s: float
+    wall_s: tuple[float, ...] = ()
+    failure: str | None = None
+    hypothesis: str | None = None
+    edits: int | None = None
+
+
+class Utterance(Record, frozen=True, kw_only=True):
+    """One text of the gate in both arms. ``snr_db`` (None when identical) compares patched with baseline."""
+
+    id: str
+    seed: int
+    reference_words: int
+    baseline: ArmUtterance
+    patched: ArmUtterance
+    snr_db: float | None = None
+    log_spectrum_l1: float | None = None
+
+
+class GateVerdict(Document, frozen=True, kw_only=True, tag="gate-verdict"):
+    """The end-to-end verdict of a set of fusions on one stack."""
+
+    protocol: str
+    protocol_sha256: str
+    stack: str
+    stack_version: str
+    weights: str
+    asr: str | None
+    normalizer_sha256: str | None
+    fusions: tuple[str, ...]
+    environment: Environment
+    workload: dict[str, int | float | str | bool | None]
+    repetitions: int
+    metrics: tuple[Metric, ...]
+    guards: tuple[Guard, ...]
+    receipts: tuple[Receipt, ...]
+    utterances: tuple[Utterance, ...]
+    verdict: GateOutcome
+    reasons: tuple[str, ...]
+    measured_at: str
+
+
+AnyDocument = Hotspot | Fusion | Receipt | MicroVerdict | GateVerdict
+DocumentT = TypeVar("DocumentT", bound=Document)
+
+
+def to_json(record: Record) -> bytes:
+    """Encode one record as indented UTF-8 JSON with a final newline."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+
+
+def from_json(data: bytes | str, kind: type[DocumentT]) -> DocumentT:
+    """Decode one record of the given type.
+
+    Raises ValueError where the data are not JSON of that type or have another schema version.
+    """
+    try:
+        record = msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a {kind.__name__} record: {error}") from error
+    if record.schema != SCHEMA_VERSION:
+        raise ValueError(
+            f"{kind.__name__} has schema version {record.schema}, this voxfuse reads {SCHEMA_VERSION}: "
+            "use the voxfuse version that wrote it, or measure again"
+        )
+    return record
+
+
+def read(path: Path) -> AnyDocument:
+    """Read a record of any type from a file. Raises ValueError, naming the file, where it holds none."""
+    try:
+        record: AnyDocument = msgspec.json.decode(path.read_bytes(), type=AnyDocument)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: not a voxfuse record: {error}") from error
+    if record.schema != SCHEMA_VERSION:
+        raise ValueError(f"{path}: schema version {record.schema}, this voxfuse reads {SCHEMA_VERSION}")
+    return record
+
+
+def write(record: Document, path: Path) -> None:
+    """Write one record; an existing file is never overwritten (FileExistsError): records are append-only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        file.write(to_json(record))
+
+
+def json_schema(kind: type[Record]) -> dict[str, Any]:
+    """The JSON Schema of a record type."""
+    return msgspec.json.schema(kind)
