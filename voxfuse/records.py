@@ -195,26 +195,60 @@ class Guard(Record, frozen=True, kw_only=True):
 
 
 class ArmUtterance(Record, frozen=True, kw_only=True):
-    """What one arm did with one utterance: enough to recompute every verdict from."""
+    """What one arm did with one utterance: enough to recompute every verdict from.
+
+    ``audio_sha256`` is that of the float32 samples; ``rms`` is relative to full scale; ``nonfinite`` counts NaN and
+    infinite samples; ``clipped`` is the share of samples at or beyond full scale.
+    """
 
     audio_sha256: str | None
     audio_s: float
     wall_s: tuple[float, ...] = ()
+    stages_s: dict[str, float] = {}
+    rms: float | None = None
+    nonfinite: int = 0
+    clipped: float = 0.0
     failure: str | None = None
     hypothesis: str | None = None
     edits: int | None = None
 
 
 class Utterance(Record, frozen=True, kw_only=True):
-    """One text of the gate in both arms. ``snr_db`` (None when identical) compares patched with baseline."""
+    """One text of the gate in both arms.
+
+    ``snr_db`` and ``log_spectrum_l1`` compare patched with baseline: None when the samples are identical, or when they
+    cannot be compared (no audio, another length).
+    """
 
     id: str
+    repetition: int = 0
     seed: int
     reference_words: int
     baseline: ArmUtterance
     patched: ArmUtterance
     snr_db: float | None = None
     log_spectrum_l1: float | None = None
+
+
+class Block(Record, frozen=True, kw_only=True):
+    """One timed pair of the gate: the same list of utterances in two arms, one right after the other.
+
+    ``kind`` is ``a/a`` (untouched in both), ``a/b`` (untouched, patched) or ``without:FUSION`` (untouched, patched
+    without that fusion). ``first`` says which arm ran first. ``wall_s`` and ``audio_s`` have one entry per utterance,
+    ``stages_s`` sums over the block, ``device`` holds NVML means over the block.
+    """
+
+    kind: str
+    index: int
+    first: Literal["baseline", "patched"]
+    baseline_wall_s: tuple[float, ...]
+    patched_wall_s: tuple[float, ...]
+    baseline_audio_s: tuple[float, ...]
+    patched_audio_s: tuple[float, ...]
+    baseline_stages_s: dict[str, float] = {}
+    patched_stages_s: dict[str, float] = {}
+    baseline_device: dict[str, float] = {}
+    patched_device: dict[str, float] = {}
 
 
 class GateVerdict(Document, frozen=True, kw_only=True, tag="gate-verdict"):
@@ -235,6 +269,7 @@ class GateVerdict(Document, frozen=True, kw_only=True, tag="gate-verdict"):
     guards: tuple[Guard, ...]
     receipts: tuple[Receipt, ...]
     utterances: tuple[Utterance, ...]
+    blocks: tuple[Block, ...] = ()
     verdict: GateOutcome
     reasons: tuple[str, ...]
     measured_at: str
@@ -245,8 +280,21 @@ DocumentT = TypeVar("DocumentT", bound=Document)
 
 
 def to_json(record: Record) -> bytes:
-    """Encode one record as indented UTF-8 JSON with a final newline."""
-    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+    """Encode one record as indented UTF-8 JSON with a final newline.
+
+    Raises ValueError where the record would not read back the same: JSON has no NaN and no infinity.
+    """
+    data = msgspec.json.encode(record)
+    try:
+        same = msgspec.json.decode(data, type=type(record)) == record
+    except msgspec.DecodeError:
+        same = False
+    if not same:
+        raise ValueError(
+            f"this {type(record).__name__} does not survive JSON: it holds NaN, an infinity or a value of another type "
+            "than declared; use None where a figure is missing"
+        )
+    return msgspec.json.format(data, indent=1) + b"\n"
 
 
 def from_json(data: bytes | str, kind: type[DocumentT]) -> DocumentT:
@@ -279,9 +327,10 @@ def read(path: Path) -> AnyDocument:
 
 def write(record: Document, path: Path) -> None:
     """Write one record; an existing file is never overwritten (FileExistsError): records are append-only."""
+    data = to_json(record)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
-        file.write(to_json(record))
+        file.write(data)
 
 
 def json_schema(kind: type[Record]) -> dict[str, Any]:
