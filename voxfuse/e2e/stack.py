@@ -12,15 +12,19 @@ from voxfuse.records import Record
 
 
 class Text(Record, frozen=True, kw_only=True):
-    """One text to speak. ``phonemes`` are in the stack's own alphabet where it takes phonemes, so no G2P is needed."""
+    """One text to speak. ``phonemes`` are in the stack's own alphabet where it takes phonemes, so no G2P is needed.
+
+    ``tags`` say what kind of text it is (``short``, ``medium``, ``long``, ``numbers``, ``names``).
+    """
 
     id: str
     text: str
     phonemes: str | None = None
+    tags: tuple[str, ...] = ()
 
 
 class Speech(NamedTuple):
-    """Audio as float32 samples in [-1, 1], and wall seconds per stage (synchronised with the device)."""
+    """Audio as float32 samples in [-1, 1], and wall seconds per stage (none where the driver is not timed)."""
 
     audio: np.ndarray
     stages: dict[str, float]
@@ -36,11 +40,15 @@ class Workload(Record, frozen=True, kw_only=True):
 
 
 class Stack(Protocol):
-    """A driver: loads real weights, speaks one text with a seed, says what it supports."""
+    """A driver: loads real weights, speaks one text with a seed, says what it supports.
+
+    ``timed``: whether ``synthesize`` synchronises the device around its stages and reports their seconds.
+    """
 
     name: str
     distribution: str
     sample_rate: int
+    timed: bool
     workload: Workload
 
     @property

@@ -1,0 +1,1 @@
+"""Real weights from installed packages: found, checked, converted and cached."""
