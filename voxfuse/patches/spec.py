@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ from voxfuse.records import Fusion
 
 Build = Callable[[Callable[..., Any], Run], Callable[..., Any]]
 
+_NOTATION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -18,8 +21,11 @@ class Patch:
 
     ``target`` names a method (``package.module:Class.method``) or a function (``package.module:function``).
     ``absorbs`` lists every upstream callable whose behaviour the replacement takes over, in the same notation, the
-    target included: each is hashed. ``build(original, run)`` returns the replacement, of the same signature; it runs
-    its fused ops with ``run`` and may call ``original``.
+    target included: each is hashed. ``build(original, run)`` returns the replacement, a new function of the same
+    signature; it runs its fused ops with ``run`` and may call ``original``, which is always the untouched upstream
+    function (for a method: unbound, ``self`` first).
+
+    Raises ValueError where a name is malformed, ``absorbs`` lacks the target, or the target is torch's own.
     """
 
     fusion: Fusion
@@ -27,14 +33,25 @@ class Patch:
     absorbs: tuple[str, ...]
     build: Build
 
+    def __post_init__(self) -> None:
+        for name in (self.target, *self.absorbs):
+            if not _NOTATION.fullmatch(name):
+                raise ValueError(f"expected 'package.module:Class.method' or 'package.module:function', got {name!r}")
+        if self.target.partition(":")[0].partition(".")[0] == "torch":
+            raise ValueError(f"{self.target}: torch is never patched; name the stack's own class or function")
+        if self.target not in self.absorbs:
+            raise ValueError(f"absorbs must list the target {self.target} too")
+
 
 @dataclass(frozen=True)
 class StackPatches:
     """All patches of one stack.
 
-    ``sources`` maps each tested release of ``distribution`` to the SHA-256 of the source of every absorbed callable.
-    ``modules`` are the modules that hold the targets; ``load`` imports them (a stack whose package import pulls a text
-    front end may import them another way) and raises ImportError where the stack is absent.
+    ``sources`` maps each tested release of ``distribution`` to the SHA-256 of the source of every absorbed callable
+    (``guards.source_sha256``). ``modules`` are the modules that hold the targets; ``load`` imports them (a stack whose
+    package import pulls a text front end may import them another way) and raises ImportError where the stack is absent.
+
+    Raises ValueError where a tested release lacks a hash.
     """
 
     name: str
@@ -43,3 +60,10 @@ class StackPatches:
     load: Callable[[], None]
     sources: dict[str, dict[str, str]]
     patches: tuple[Patch, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for version, hashes in self.sources.items():
+            for patch in self.patches:
+                for name in patch.absorbs:
+                    if name not in hashes:
+                        raise ValueError(f"{self.name} {version}: sources has no hash of {name}")

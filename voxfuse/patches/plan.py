@@ -1,0 +1,203 @@
+"""The decisions of ``apply_patches``: for every patch on every target, apply it or say why not. Changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from voxfuse._version import VERSION
+from voxfuse.kernels._op import backend_unavailable
+from voxfuse.kernels._triton import TRITON_VERSION
+from voxfuse.patches import registry, switches
+from voxfuse.patches.guards import check_sources, installed_version, resolve, shadowed_by
+from voxfuse.patches.layers import Owner, existing_site, untouched
+from voxfuse.patches.policy import Selection
+from voxfuse.patches.receipts import Entry, Why
+from voxfuse.patches.seals import origin, sealed_instance, sealed_within
+from voxfuse.patches.spec import Patch, StackPatches
+from voxfuse.records import Backend
+
+WHOLE_STACK = "*"  # the fusion of a receipt that speaks for a whole stack
+
+Problems = list[tuple[Why, str]]
+
+
+@dataclass
+class Step:
+    """One patch on one target: its entry and, where it is to be applied, the owners of the attribute to replace."""
+
+    entry: Entry
+    patch: Patch | None = None
+    owners: list[Owner] = field(default_factory=list)
+    unproven: bool = False
+
+
+def plan_stack(name: str, wishes: Selection, backend: Backend, off: bool, explicit: bool) -> list[Step]:
+    """Plan a stack by name: its classes and functions. Imports it. ``explicit``: the caller named it."""
+    stack = registry.patches_of(name)
+    if stack is None:
+        reason = "no patches for this stack in this version"
+        return [Step(Entry(WHOLE_STACK, name, name, "skipped", Why.FAILED, reason, explicit=explicit))]
+    problem = _obstacle(backend, off)
+    if problem is None:
+        try:
+            stack.load()
+        except Exception as error:  # whatever a broken installation raises, the other stacks must go on
+            problem = Why.ABSENT, _not_importable(stack, error)
+    if problem is not None:
+        return [_skip(stack, patch, *problem, explicit) for patch in stack.patches]
+    return [_plan_patch(stack, patch, wishes, None, {}, explicit) for patch in stack.patches]
+
+
+def plan_model(model: nn.Module, wishes: Selection, backend: Backend, off: bool) -> list[Step]:
+    """Plan one model: the modules in it that are instances of a supported stack's classes."""
+    problem = _obstacle(backend, off)
+    steps: list[Step] = []
+    sealed: dict[int, str] | None = None
+    for name in registry.STACKS:
+        stack = registry.patches_of(name)
+        if stack is None or not any(_matching(model, patch) for patch in stack.patches):
+            continue
+        if problem is not None:
+            steps += [_skip(stack, patch, *problem) for patch in stack.patches]
+            continue
+        sealed = sealed_within(model) if sealed is None else sealed
+        steps += [_plan_patch(stack, patch, wishes, model, sealed) for patch in stack.patches]
+    if not steps:
+        kind = type(model)
+        where, reason = f"{kind.__module__}.{kind.__qualname__}", "no module of a supported stack in this model"
+        steps.append(Step(Entry(WHOLE_STACK, "unknown", where, "skipped", Why.FAILED, reason)))
+    return steps
+
+
+def method_name(patch: Patch) -> str:
+    """The attribute that a patch replaces."""
+    return patch.target.partition(":")[2].rpartition(".")[2]
+
+
+def _obstacle(backend: Backend, off: bool) -> tuple[Why, str] | None:
+    if off:
+        return Why.CHOSEN, "VOXFUSE=0"
+    reason = backend_unavailable(backend)
+    if reason is None and backend == "triton":
+        reason = switches.toolchain_missing()
+    return None if reason is None else (Why.FAILED, reason)
+
+
+def _not_importable(stack: StackPatches, error: Exception) -> str:
+    if isinstance(error, ImportError) and installed_version(stack.distribution) is None:
+        return f"{stack.distribution} is not installed"
+    return f"{stack.distribution} cannot be imported: {type(error).__name__}: {error}"
+
+
+def _plan_patch(
+    stack: StackPatches,
+    patch: Patch,
+    wishes: Selection,
+    model: nn.Module | None,
+    sealed: dict[int, str],
+    explicit: bool = True,
+) -> Step:
+    version = installed_version(stack.distribution) or "unknown"
+    choice = wishes.choose(patch.fusion, stack.name, version)
+    if not choice.wanted:
+        step = _skip(stack, patch, Why.CHOSEN, str(choice.reason), explicit)
+        step.unproven = choice.unproven
+        return step
+    sources = check_sources(stack, patch, version)
+    if sources.problem is not None:
+        return _skip(stack, patch, Why.FAILED, sources.problem, explicit)
+    if model is None:
+        owners, problems = _class_owner(patch)
+    else:
+        owners, problems = _instance_owners(patch, model, sealed)
+    if not owners:
+        why, reason = problems[0] if problems else (Why.ABSENT, _nothing_in_model(patch))
+        return _skip(stack, patch, why, reason, explicit)
+    remarks = [remark for remark in (choice.reason, sources.remark) if remark is not None]
+    if problems:
+        remarks.append(f"{len(problems)} of {len(owners) + len(problems)} modules skipped: {problems[0][1]}")
+    entry = _entry(stack, patch, explicit)
+    entry.status, entry.why, entry.count, entry.reason = "applied", Why.APPLIED, len(owners), "; ".join(remarks) or None
+    return Step(entry, patch, owners)
+
+
+def _class_owner(patch: Patch) -> tuple[list[Owner], Problems]:
+    upstream = resolve(patch.target)
+    reason = _occupied(upstream.owner, upstream.name, patch)
+    for path in patch.absorbs:
+        owner = resolve(path).owner
+        if reason is None and isinstance(owner, type):
+            reason = sealed_instance(owner)
+    return ([upstream.owner], []) if reason is None else ([], [(Why.FAILED, reason)])
+
+
+def _instance_owners(patch: Patch, model: nn.Module, sealed: dict[int, str]) -> tuple[list[Owner], Problems]:
+    owners: list[Owner] = []
+    problems: Problems = []
+    for module in _matching(model, patch):
+        reason = sealed.get(id(module)) or _instance_problem(module, patch)
+        if reason is None:
+            owners.append(module)
+        else:
+            problems.append((Why.FAILED, reason))
+    return owners, problems
+
+
+def _instance_problem(module: nn.Module, patch: Patch) -> str | None:
+    """Why one module must be left alone: it, or a part of it whose behaviour the patch absorbs, is not upstream's."""
+    for path in patch.absorbs:
+        upstream = resolve(path)
+        if isinstance(upstream.owner, ModuleType):
+            continue
+        for part in module.modules() if path != patch.target else (module,):
+            if not isinstance(part, upstream.owner):
+                continue
+            home, function = untouched(type(part), upstream.name)
+            if function is not upstream.function:
+                return f"{upstream.owner.__name__}.{upstream.name} is overridden by {home.__module__}.{home.__name__}"
+            if (reason := shadowed_by(part, upstream.name)) is not None:
+                return reason
+    return _occupied(module, method_name(patch), patch)
+
+
+def _occupied(owner: Owner, name: str, patch: Patch) -> str | None:
+    held = existing_site(owner, name)
+    top = held.top if held is not None else None
+    if held is None or top is None:
+        return None
+    if (intruder := held.intruder()) is not None:
+        return f"already patched by {origin(intruder)}"
+    return f"already replaced by fusion {top.fusion}" if top.fusion != patch.fusion.name else None
+
+
+def _matching(model: nn.Module, patch: Patch) -> list[nn.Module]:
+    try:
+        owner = resolve(patch.target).owner
+    except LookupError:  # not loaded, so no instance of it exists; or renamed upstream, which a stack name reports
+        return []
+    return [module for module in model.modules() if isinstance(owner, type) and isinstance(module, owner)]
+
+
+def _nothing_in_model(patch: Patch) -> str:
+    *classes, name = patch.target.partition(":")[2].split(".")
+    return f"no {'.'.join(classes)} in this model" if classes else f"{name} is a function: patch the stack by name"
+
+
+def _skip(stack: StackPatches, patch: Patch, why: Why, reason: str, explicit: bool = True) -> Step:
+    entry = _entry(stack, patch, explicit)
+    entry.why, entry.reason = why, reason
+    return Step(entry)
+
+
+def _entry(stack: StackPatches, patch: Patch, explicit: bool) -> Entry:
+    versions = {"voxfuse": VERSION, "torch": torch.__version__}
+    if TRITON_VERSION is not None:
+        versions["triton"] = TRITON_VERSION
+    if (installed := installed_version(stack.distribution)) is not None:
+        versions[stack.distribution] = installed
+    name, target = patch.fusion.name, patch.target
+    return Entry(name, stack.name, target, "skipped", Why.FAILED, versions=versions, explicit=explicit)

@@ -1,0 +1,101 @@
+"""Modules whose code is compiled or captured already, so that a patch would not reach what runs."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+COMPILED = "already compiled: apply voxfuse before torch.compile, or revert and compile again"
+CAPTURED = "captured in a CUDA graph: apply voxfuse before the capture"
+
+
+def sealed_within(model: nn.Module) -> dict[int, str]:
+    """Reasons by ``id`` of the modules of a model that run compiled or captured code.
+
+    A module is sealed with everything in it; parts of something compiled from outside the model count too.
+    """
+    inside = {id(module) for module in model.modules()}
+    roots = [(module, reason) for module in model.modules() if (reason := seal(module)) is not None]
+    reasons: dict[int, str] = {}
+    for root, reason in (*_confirmed(lambda root: any(id(part) in inside for part in root.modules())), *roots):
+        reasons.update((id(part), reason) for part in root.modules() if id(part) in inside)
+    return reasons
+
+
+def sealed_instance(owner: type) -> str | None:
+    """Why a class must not be patched: some live instance of it runs compiled or captured code; None if none does."""
+    found = _confirmed(lambda root: any(isinstance(part, owner) for part in root.modules()))
+    return found[0][1] if found else None
+
+
+def seal(module: nn.Module) -> str | None:
+    """Why this module itself runs compiled or captured code, or None."""
+    attributes = vars(module)
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if attributes.get("_compiled_call_impl") is not None or is_compiled(attributes.get("forward")):
+        return COMPILED
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return COMPILED
+    if "forward" in attributes and origin(attributes["forward"]) == "torch.cuda.graphs":
+        return CAPTURED
+    return None
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether a callable came from ``torch.compile``."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
+
+
+def origin(value: Any) -> str:
+    """The module in which a callable's code was written: by its globals, which ``functools.wraps`` does not copy."""
+    while isinstance(value, functools.partial | MethodType):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
+    if isinstance(value, FunctionType):
+        return str(value.__globals__.get("__name__", value.__code__.co_filename))
+    return type(value).__module__
+
+
+def _confirmed(concerns: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str]]:
+    """The live sealed modules that matter, after a collection: what nobody holds any more does not count."""
+    if not any(concerns(root) for root, _ in _live()):
+        return []
+    gc.collect()
+    return [(root, reason) for root, reason in _live() if concerns(root)]
+
+
+def _live() -> Iterator[tuple[nn.Module, str]]:
+    """Every live module that is compiled or captured, or that a compiled function reaches."""
+    if "torch._dynamo" not in sys.modules and not torch.cuda.is_initialized():
+        return
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if issubclass(kind, nn.Module):
+            reason = seal(thing)
+            if reason is not None:
+                yield thing, reason
+        elif kind is FunctionType and is_compiled(thing):
+            for module in _reached(thing._torchdynamo_orig_callable):
+                yield module, COMPILED
+
+
+def _reached(function: Any) -> Iterator[nn.Module]:
+    """The modules that a callable is bound to, closes over or names as globals."""
+    values: list[Any] = [function]
+    if isinstance(function, MethodType):
+        values.append(function.__self__)
+        function = function.__func__
+    if isinstance(function, FunctionType):
+        for cell in function.__closure__ or ():
+            try:
+                values.append(cell.cell_contents)
+            except ValueError:  # an empty cell
+                continue
+        values.extend(function.__globals__.get(name) for name in function.__code__.co_names)
+    yield from (value for value in values if isinstance(value, nn.Module))
