@@ -1,7 +1,21 @@
-"""AdaIN residual blocks (StyleTTS 2, Kokoro): instance norm, style affine and activation as one fused operation."""
+"""AdaIN residual blocks (StyleTTS 2, Kokoro): instance norm, style affine and activation as one fused operation.
+
+The functions take the block as upstream built it and touch none of its parameters: convolutions run through their own
+modules (weight-norm hooks included), and the style projections of a block are packed beside it into one matrix
+product. Source: AdaINResBlock1.forward and AdainResBlk1d._residual in kokoro/istftnet.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from voxfuse.kernels._op import Run
+from voxfuse.kernels._packs import pack
+from voxfuse.kernels.adain import adain_act
 from voxfuse.records import Fusion
 
 ADAIN_SNAKE = Fusion(
@@ -9,7 +23,7 @@ ADAIN_SNAKE = Fusion(
     stacks=("kokoro",),
     operations=("instance_norm", "style affine", "snake"),
     contract="same-precision",
-    envelope="fp32, fp16 or bf16 [rows, channels, frames]; inference only",
+    envelope="fp32, fp16 or bf16 [rows, channels, frames], at least two frames; inference only",
     kernels=("adain",),
 )
 ADAIN_LEAKY_RELU = Fusion(
@@ -17,6 +31,57 @@ ADAIN_LEAKY_RELU = Fusion(
     stacks=("kokoro",),
     operations=("instance_norm", "style affine", "leaky_relu"),
     contract="same-precision",
-    envelope="fp32, fp16 or bf16 [rows, channels, frames]; inference only",
+    envelope="fp32, fp16 or bf16 [rows, channels, frames], at least two frames; inference only",
     kernels=("adain",),
 )
+
+
+def unsupported_norms(norms: Sequence[nn.Module]) -> str | None:
+    """Why AdaIN modules (``fc``: Linear, ``norm``: InstanceNorm1d) cannot be fused, or None."""
+    for norm in norms:
+        if type(norm.fc) is not nn.Linear:
+            return f"AdaIN's fc is {type(norm.fc).__name__}, expected Linear"
+        if type(norm.norm) is not nn.InstanceNorm1d or norm.norm.track_running_stats:
+            return f"AdaIN's norm is {norm.norm}, expected InstanceNorm1d without running statistics"
+    return None
+
+
+def styles(block: nn.Module, norms: Sequence[nn.Module], style: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """γ and β of every norm of a block, each [rows, 2·channels], from style [rows, style_dim] in one matrix product."""
+    projections = [norm.fc for norm in norms]
+    weight, bias = pack(
+        block,
+        "style_projections",
+        [parameter for fc in projections for parameter in (fc.weight, fc.bias)],
+        lambda: (torch.cat([fc.weight for fc in projections]), torch.cat([fc.bias for fc in projections])),
+    )
+    return F.linear(style, weight, bias).split([fc.out_features for fc in projections], dim=1)
+
+
+def adain_snake_resblock(block: nn.Module, x: torch.Tensor, style: torch.Tensor, run: Run) -> torch.Tensor:
+    """AdaINResBlock1: three times x + conv2(snake(adain2(conv1(snake(adain1(x)))))); x [rows, channels, frames]."""
+    norms = [norm for pair in zip(block.adain1, block.adain2, strict=True) for norm in pair]
+    projected = iter(styles(block, norms, style))
+    stages = zip(block.convs1, block.convs2, block.adain1, block.adain2, block.alpha1, block.alpha2, strict=True)
+    for conv1, conv2, adain1, adain2, alpha1, alpha2 in stages:
+        y = conv1(_adain(adain1, x, next(projected), alpha1, 0.0, run))
+        y = conv2(_adain(adain2, y, next(projected), alpha2, 0.0, run))
+        x = y + x
+    return x
+
+
+def adain_leaky_relu_residual(block: nn.Module, x: torch.Tensor, style: torch.Tensor, run: Run) -> torch.Tensor:
+    """AdainResBlk1d._residual: conv2(act(adain2(conv1(pool(act(adain1(x))))))); x [rows, channels, frames]."""
+    slope = block.actv.negative_slope
+    style1, style2 = styles(block, [block.norm1, block.norm2], style)
+    x = block.pool(_adain(block.norm1, x, style1, None, slope, run))
+    x = block.conv1(block.dropout(x))
+    x = _adain(block.norm2, x, style2, None, slope, run)
+    return block.conv2(block.dropout(x))
+
+
+def _adain(
+    module: nn.Module, x: torch.Tensor, style: torch.Tensor, alpha: torch.Tensor | None, slope: float, run: Run
+) -> torch.Tensor:
+    norm = module.norm
+    return adain_act(x, style, norm.weight, norm.bias, alpha, None, norm.eps, slope, run=run)

@@ -25,10 +25,10 @@ def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), version, tensor.dtype, tensor.device
 
 
-def pack(
-    module: torch.nn.Module, name: str, sources: Sequence[torch.Tensor], build: Callable[[], PackT]
-) -> PackT:
+def pack(module: torch.nn.Module, name: str, sources: Sequence[torch.Tensor], build: Callable[[], PackT]) -> PackT:
     """``build()`` from ``sources``, remembered beside ``module`` under ``name`` until a source changes."""
+    if torch.compiler.is_compiling():  # a traced graph holds the derivation itself
+        return build()
     key = tuple(_key(source) for source in sources)
     with _lock:
         held = _packs.setdefault(module, {}).get(name)
