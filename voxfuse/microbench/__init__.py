@@ -1,0 +1,1 @@
+"""The micro judge: paired timing, measured ceilings, and the verdict of one fusion at one shape."""

@@ -1,0 +1,79 @@
+"""What the machine can do, measured in the run that judges: copy bandwidth at a footprint, and the launch floor."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from voxfuse.microbench.timer import Clock, Inputs, sample_us
+
+L2_FACTOR = 3  # inputs rotate over more than this many times the L2
+HOST_SETS = 2  # on a CPU nothing is claimed about caches
+PEAK_FOOTPRINT_BYTES = 1 << 30
+
+
+def rotation(footprint_bytes: int, device: torch.device) -> int:
+    """How many input sets of that footprint (bytes read and written by one call) exceed three times the L2."""
+    if device.type != "cuda":
+        return HOST_SETS
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, L2_FACTOR * l2_bytes // max(1, footprint_bytes) + 1)
+
+
+def copy_bytes_per_s(clock: Clock, footprint_bytes: int, device: torch.device) -> float:
+    """Bandwidth in bytes/s, reads plus writes, of the faster of memcpy and an elementwise kernel.
+
+    Half of ``footprint_bytes`` is read and half written, rotating as a judged call does, so a small footprint's
+    figure contains the cost of one launch.
+    """
+    elements = max(1, footprint_bytes // 8)
+    buffers: list[Inputs] = [
+        (torch.randn(elements, device=device), torch.empty(elements, device=device))
+        for _ in range(rotation(footprint_bytes, device))
+    ]
+    fastest_us = min(
+        sample_us(clock, lambda source, target: target.copy_(source), buffers),
+        sample_us(clock, lambda source, target: torch.neg(source, out=target), buffers),
+    )
+    return 8 * elements / (fastest_us * 1e-6)
+
+
+def launch_floor_us(clock: Clock, device: torch.device) -> float:
+    """Microseconds of the smallest kernel there is, as one node of a replayed graph (on a CPU: of one small call)."""
+    one = torch.ones(1, device=device)
+    return sample_us(clock, lambda tensor: tensor.neg_(), [(one,)] * 100)
+
+
+def peak_bytes(call: Callable[..., Any], inputs: Inputs, device: torch.device) -> int | None:
+    """Device bytes that one call allocates at its peak, outputs included; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call(*inputs)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def launches(call: Callable[..., Any], inputs: Inputs, device: torch.device) -> int | None:
+    """Nodes (kernels, copies, fills) of the CUDA graph of one call; None on a CPU and under ROCm.
+
+    Counted on the graph: a profiler's hooks would stay and slow later host timings.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    call(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        call(*inputs)
+    count = ctypes.c_size_t()
+    status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
+        ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count)
+    )
+    if status != 0:
+        raise RuntimeError(f"cuGraphGetNodes failed with CUDA driver error {status}")
+    return count.value
