@@ -128,6 +128,16 @@ def test_a_figure_that_json_cannot_carry_is_refused_when_written(value: float, t
         records.to_json(ratio)
 
 
+def test_a_subclass_of_str_is_written_as_str() -> None:
+    class Version(str):
+        """As torch.__version__ is."""
+
+    guard = records.Guard(name=Version("2.13.0+cpu"), value=None, limit=None, outcome="pass")
+    assert json.loads(records.to_json(guard))["name"] == "2.13.0+cpu"
+    with pytest.raises(TypeError, match="no JSON for a value of type object"):
+        records.to_json(msgspec.structs.replace(guard, detail=object()))
+
+
 def test_write_then_read_and_never_overwrite(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "fusion.json"
     records.write(FUSION, path)

@@ -284,7 +284,7 @@ def to_json(record: Record) -> bytes:
 
     Raises ValueError where the record would not read back the same: JSON has no NaN and no infinity.
     """
-    data = msgspec.json.encode(record)
+    data = msgspec.json.encode(record, enc_hook=_plain)
     try:
         same = msgspec.json.decode(data, type=type(record)) == record
     except msgspec.DecodeError:
@@ -295,6 +295,13 @@ def to_json(record: Record) -> bytes:
             "than declared; use None where a figure is missing"
         )
     return msgspec.json.format(data, indent=1) + b"\n"
+
+
+def _plain(value: object) -> str:
+    """A subclass of str as str: ``torch.__version__`` is one."""
+    if isinstance(value, str):
+        return str(value)
+    raise TypeError(f"no JSON for a value of type {type(value).__name__}")
 
 
 def from_json(data: bytes | str, kind: type[DocumentT]) -> DocumentT:

@@ -1,0 +1,185 @@
+"""The doctor on machines that this one is not: no compiler, no driver's torch, old versions, wrong variables."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from voxfuse import doctor
+from voxfuse.fusions.registry import FUSIONS
+from voxfuse.kernels import _op
+from voxfuse.records import to_json
+
+
+@pytest.fixture(autouse=True)
+def plain_cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, no driver, no voxfuse variables, kernels not interpreted; tests add to that."""
+    for name in ("VOXFUSE", "VOXFUSE_BACKEND", "VOXFUSE_FUSIONS", "VOXFUSE_LEDGER", "VOXFUSE_STRICT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "driver_version", lambda: None)
+    monkeypatch.setattr(_op, "INTERPRETED", False)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where torch sees one H200."""
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=139 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(doctor, "driver_version", lambda: "570.86")
+
+
+def found(subject: str) -> doctor.Finding:
+    matching = [finding for finding in doctor.examine().findings if finding.subject == subject]
+    assert len(matching) == 1, matching
+    return matching[0]
+
+
+def test_a_cpu_machine_has_no_problem_and_every_fusion_a_reason() -> None:
+    diagnosis = doctor.examine()
+    assert diagnosis.problems == []
+    assert found("GPU").state == "note"
+    assert {receipt.fusion for receipt in diagnosis.receipts} == set(FUSIONS)
+    for receipt in diagnosis.receipts:
+        assert receipt.status == "skipped"
+        assert receipt.reason == "no GPU: backend 'triton' needs one; backend='reference' runs on a CPU"
+
+
+def test_the_reference_backend_shows_what_would_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOXFUSE_BACKEND", "reference")
+    monkeypatch.setenv("VOXFUSE_FUSIONS", "+adain_snake,-adain_leaky_relu")
+    if found("stack kokoro").value == "not installed":
+        reasons = {"adain_snake": "kokoro is not installed", "adain_leaky_relu": "kokoro is not installed"}
+    else:
+        reasons = {"adain_snake": "dry run: would apply", "adain_leaky_relu": "excluded"}
+    receipts = {receipt.fusion: receipt for receipt in doctor.examine().receipts}
+    assert {name: receipt.reason for name, receipt in receipts.items()} == reasons
+    assert doctor.is_on(receipts["adain_snake"]) == (reasons["adain_snake"] == "dry run: would apply")
+    assert not doctor.is_on(receipts["adain_leaky_relu"])
+
+
+def test_a_gpu_that_can_run_kernels(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.switches, "toolchain_missing", lambda: None)
+    assert found("GPU 0").value == "NVIDIA H200, compute capability 9.0, 139 GiB, driver 570.86"
+    assert found("backend triton").value == "available"
+    assert doctor.examine().problems == []
+
+
+def test_no_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    compiler = found("C compiler")
+    assert compiler.state == "note"
+    assert compiler.advice.startswith("no C compiler: Triton needs gcc or clang on PATH, or CC set")
+
+
+def test_no_c_compiler_on_a_gpu_machine(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    diagnosis = doctor.examine()
+    assert [problem.subject for problem in diagnosis.problems] == ["C compiler"]
+    assert all("no C compiler" in (receipt.reason or "") for receipt in diagnosis.receipts)
+
+
+def test_a_driver_that_torch_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "driver_version", lambda: "570.86")
+    assert found("GPU").state == "problem"
+    assert "torch sees no GPU" in found("GPU").advice
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "state"),
+    [
+        ("Python", "3.9.18", "problem"),
+        ("Python", "3.10.0", "ok"),
+        ("torch", "2.8.1+cu128", "problem"),
+        ("torch", "2.9.0", "ok"),
+        ("torch", "2.13.0a0+git1", "ok"),
+        ("torch", "3.0", "ok"),
+        ("Triton", "3.4.0", "problem"),
+        ("Triton", "3.5.0", "ok"),
+        ("Triton", "3.10.0", "ok"),
+    ],
+)
+def test_the_floor(name: str, version: str, state: str) -> None:
+    finding = doctor._floor(name, version)
+    assert finding.state == state
+    assert state == "ok" or "unsupported: voxfuse needs" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("declared", "installed", "state"),
+    [
+        (["triton==3.7.1; platform_system == 'Linux'"], "3.7.1", "ok"),
+        (["triton==3.7.1; platform_system == 'Linux'"], "3.9.0", "note"),
+        (["triton~=3.8; platform_system == 'Linux'"], "3.8.2", "ok"),
+        (["pytorch-triton-rocm==3.6.0"], "3.5.0", "note"),
+        (["numpy"], "3.9.0", "ok"),
+    ],
+)
+def test_the_torch_triton_pair(
+    declared: list[str], installed: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "TRITON_VERSION", installed)
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: declared)
+    triton = next(finding for finding in doctor._triton() if finding.subject == "Triton")
+    assert triton.state == state
+    assert state == "ok" or "this torch was built for Triton" in triton.advice
+
+
+def test_a_variable_that_cannot_be_obeyed_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOXFUSE_BACKEND", "cuda")
+    diagnosis = doctor.examine()
+    assert [problem.advice for problem in diagnosis.problems] == [
+        "VOXFUSE_BACKEND: expected one of triton, interpreter, reference, got 'cuda'"
+    ]
+    assert diagnosis.receipts == ()
+
+
+def test_an_unknown_variable_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOXFUSE_BACKENDS", "reference")
+    assert found("VOXFUSE_BACKENDS").state == "note"
+    assert "no such variable" in found("VOXFUSE_BACKENDS").advice
+
+
+def test_a_cache_that_cannot_be_written_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VOXFUSE_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    assert found("voxfuse cache").state == "note"
+    assert found("Triton cache") == doctor.Finding(subject="Triton cache", value=str(tmp_path / "new" / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("version", "value", "state"),
+    [
+        ("0.9.4", "kokoro 0.9.4, tested", "ok"),
+        ("9.9", "kokoro 9.9, untested", "note"),
+        (None, "not installed", "note"),
+    ],
+)
+def test_stacks(version: str | None, value: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed_version", lambda distribution: version)
+    finding = found("stack kokoro")
+    assert (finding.value, finding.state) == (value, state)
+    assert state == "ok" or "0.9.4" in finding.advice
+
+
+def test_a_bad_record_of_the_ledger_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    monkeypatch.setenv("VOXFUSE_LEDGER", str(tmp_path))
+    assert "bad.json" in found("warning").advice
+
+
+def test_a_diagnosis_survives_json_and_shows_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    diagnosis = doctor.examine()
+    decoded = msgspec.json.decode(to_json(diagnosis), type=doctor.Diagnosis)
+    assert decoded == diagnosis
+    doctor.show(diagnosis)
+    shown = capsys.readouterr().out
+    assert "torch" in shown and "adain_snake" in shown

@@ -1,0 +1,224 @@
+"""``voxfuse doctor``: what this machine can run, which fusions are on, and why not the others.
+
+A *problem* is what needs repair: a version below the floor, a VOXFUSE variable that cannot be obeyed, or, on a machine
+that has a GPU, anything that keeps the ``triton`` backend from running. A machine without a GPU is no problem: there
+the reference backend runs, so a missing Triton or C compiler is only noted.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import warnings
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import voxfuse
+from voxfuse._version import VERSION
+from voxfuse.e2e.weights.cache import cache_folder
+from voxfuse.evidence import ledger
+from voxfuse.kernels._op import backend_unavailable
+from voxfuse.kernels._triton import TRITON_VERSION
+from voxfuse.patches import registry, switches
+from voxfuse.patches.guards import installed_version
+from voxfuse.profiles.nvml import driver_version
+from voxfuse.records import Receipt, Record
+
+FLOORS = {"Python": (3, 10), "torch": (2, 9), "Triton": (3, 5)}
+VARIABLES = (
+    "VOXFUSE",
+    "VOXFUSE_BACKEND",
+    "VOXFUSE_CACHE",
+    "VOXFUSE_COMMIT",
+    "VOXFUSE_FUSIONS",
+    "VOXFUSE_LEDGER",
+    "VOXFUSE_RECEIPTS",
+    "VOXFUSE_STRICT",
+)
+
+WOULD_APPLY = "dry run: would apply"  # how the patch engine's dry run begins its reason
+
+State = Literal["ok", "note", "problem"]
+
+
+class Finding(Record, frozen=True, kw_only=True):
+    """One thing looked at; ``advice`` says what to do where ``state`` is not ``ok``."""
+
+    subject: str
+    value: str
+    state: State = "ok"
+    advice: str = ""
+
+
+class Diagnosis(Record, frozen=True, kw_only=True):
+    """All findings, and the receipts of a dry run of ``apply_patches()``: every fusion, on or why not."""
+
+    findings: tuple[Finding, ...]
+    receipts: tuple[Receipt, ...]
+
+    @property
+    def problems(self) -> list[Finding]:
+        """The findings that need repair."""
+        return [finding for finding in self.findings if finding.state == "problem"]
+
+
+def examine() -> Diagnosis:
+    """Look at this machine and process. Nothing is patched, compiled or downloaded."""
+    findings = [_floor("Python", platform.python_version()), _floor("torch", str(torch.__version__))]
+    findings += [*_gpu(), *_triton(), *_variables(), *_caches(), *_stacks()]
+    receipts: tuple[Receipt, ...] = ()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        findings.append(Finding(subject="ledger", value=f"{len(ledger.load())} verdicts"))
+        if not any(finding.subject == VARIABLES[0] and finding.state == "problem" for finding in findings):
+            receipts = tuple(voxfuse.apply_patches(dry_run=True).receipts)
+    said = dict.fromkeys(str(warning.message) for warning in warned)
+    findings += [Finding(subject="warning", value="", state="note", advice=message) for message in said]
+    return Diagnosis(findings=tuple(findings), receipts=receipts)
+
+
+def is_on(receipt: Receipt) -> bool:
+    """Whether ``apply_patches()`` would apply the fusion of this dry run's receipt."""
+    return (receipt.reason or "").startswith(WOULD_APPLY)
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """Print a diagnosis as two tables: the findings, then every fusion of every stack."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    colours = {"ok": "green", "note": "yellow", "problem": "red"}
+    table = Table("", "found", "state", "what to do", title=f"voxfuse {VERSION}")
+    for finding in diagnosis.findings:
+        state = f"[{colours[finding.state]}]{finding.state}"
+        table.add_row(escape(finding.subject), escape(finding.value), state, escape(finding.advice))
+    console.print(table)
+    fusions = Table("stack", "fusion", "apply_patches()", "why", title="Fusions, as apply_patches() would leave them")
+    for receipt in diagnosis.receipts:
+        status = "[green]on" if is_on(receipt) else receipt.status
+        fusions.add_row(escape(receipt.stack), escape(receipt.fusion), status, escape(receipt.reason or ""))
+    console.print(fusions)
+
+
+def _floor(name: str, version: str) -> Finding:
+    floor = FLOORS[name]
+    if _numbers(version) >= floor:
+        return Finding(subject=name, value=version)
+    least = ".".join(map(str, floor))
+    return Finding(subject=name, value=version, state="problem", advice=f"unsupported: voxfuse needs {least} or newer")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def _gpu() -> list[Finding]:
+    """The GPUs that torch sees, or why it sees none where the driver is there."""
+    driver = driver_version()
+    if torch.cuda.is_available():
+        driver_text = f"ROCm {torch.version.hip}" if torch.version.hip else f"driver {driver or 'unknown'}"
+        found = []
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            capability = f"compute capability {properties.major}.{properties.minor}"
+            value = f"{properties.name}, {capability}, {properties.total_memory / 2**30:.0f} GiB, {driver_text}"
+            found.append(Finding(subject=f"GPU {index}", value=value))
+        return found
+    if driver is None:
+        advice = "kernels run on a GPU only; backend='reference' runs the same patches on a CPU"
+        return [Finding(subject="GPU", value="none", state="note", advice=advice)]
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    advice = f"torch sees no GPU (this is a {build} build): install a CUDA build, or check CUDA_VISIBLE_DEVICES"
+    return [Finding(subject="GPU", value=f"driver {driver}", state="problem", advice=advice)]
+
+
+def _triton() -> list[Finding]:
+    """Triton, whether it is the release that this torch was built for, and the C compiler that its launches need."""
+    hurts: State = "problem" if torch.cuda.is_available() else "note"
+    if TRITON_VERSION is None:
+        advice = "the triton backend cannot run: pip install triton"
+        return [Finding(subject="Triton", value="not installed", state=hurts, advice=advice)]
+    triton = _floor("Triton", TRITON_VERSION)
+    paired = _paired_triton()
+    if triton.state == "ok" and paired is not None and _numbers(paired) != _numbers(TRITON_VERSION):
+        advice = f"this torch was built for Triton {paired}; others may miscompile: pip install triton=={paired}"
+        triton = Finding(subject="Triton", value=TRITON_VERSION, state="note", advice=advice)
+    missing = switches.toolchain_missing()
+    if missing is None:
+        compiler = Finding(subject="C compiler", value="found, with Python headers")
+    else:
+        compiler = Finding(subject="C compiler", value="not usable", state=hurts, advice=missing)
+    unavailable = backend_unavailable("triton")
+    if unavailable is None:
+        return [triton, compiler, Finding(subject="backend triton", value="available")]
+    return [triton, compiler, Finding(subject="backend triton", value="unavailable", state=hurts, advice=unavailable)]
+
+
+def _paired_triton() -> str | None:
+    """The Triton release that the installed torch declares, or None (CPU builds declare none)."""
+    try:
+        declared = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for requirement in declared:
+        if match := re.match(r"(?:pytorch-)?triton(?:-rocm)?\s*[=~]=\s*([\d.]+)", requirement):
+            return match[1]
+    return None
+
+
+def _variables() -> list[Finding]:
+    """Whether the VOXFUSE variables can be obeyed, each that is set, and TRITON_INTERPRET."""
+    try:
+        switches.read()
+        found = []
+    except ValueError as error:
+        found = [Finding(subject="VOXFUSE", value="cannot be obeyed", state="problem", advice=str(error))]
+    for name in sorted(name for name in os.environ if name.startswith("VOXFUSE") or name == "TRITON_INTERPRET"):
+        if name in VARIABLES or name == "TRITON_INTERPRET":
+            found.append(Finding(subject=name, value=os.environ[name]))
+        else:
+            advice = f"no such variable, ignored; known: {', '.join(VARIABLES)}"
+            found.append(Finding(subject=name, value=os.environ[name], state="note", advice=advice))
+    return found
+
+
+def _caches() -> list[Finding]:
+    """Where Triton keeps compiled kernels and voxfuse converted weights, and whether they can be written."""
+    return [_cache("Triton cache", _triton_cache()), _cache("voxfuse cache", cache_folder())]
+
+
+def _triton_cache() -> Path:
+    home = os.environ.get("TRITON_HOME")
+    chosen = os.environ.get("TRITON_CACHE_DIR")
+    return Path(chosen) if chosen else Path(home or Path.home()) / ".triton" / "cache"
+
+
+def _cache(subject: str, folder: Path) -> Finding:
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return Finding(subject=subject, value=str(folder))
+    advice = "cannot be written: what it would keep is made anew in every process"
+    return Finding(subject=subject, value=str(folder), state="note", advice=advice)
+
+
+def _stacks() -> list[Finding]:
+    """Every stack that has patches: its installed release, and whether it is a tested one."""
+    found = []
+    for name, declare in registry.STACKS.items():
+        stack = declare()
+        version = installed_version(stack.distribution)
+        tested = f"tested releases of {stack.distribution}: {', '.join(stack.sources)}"
+        if version is None:
+            found.append(Finding(subject=f"stack {name}", value="not installed", state="note", advice=tested))
+        elif version in stack.sources:
+            found.append(Finding(subject=f"stack {name}", value=f"{stack.distribution} {version}, tested"))
+        else:
+            value = f"{stack.distribution} {version}, untested"
+            found.append(Finding(subject=f"stack {name}", value=value, state="note", advice=tested))
+    return found
