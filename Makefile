@@ -1,14 +1,13 @@
 # make demo   the end-to-end gate's smoke protocol on Kokoro: speaks, transcribes, judges, prints a table
 # make test   ruff, mypy, import-linter and all tests that need no GPU
-# make lint | unit | aot   the parts of make test
-# make wheel | clean
+# make lint   the first three of make test; make wheel, make clean
 #
 # Each makes its own environment first and says what it downloads. Variables: PYTHON, TORCH, TRITON, PIP_TORCH_ARGS
 # (options for installing torch), VENV (the environment's folder, .venv).
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help environment demo test lint unit aot wheel clean
+.PHONY: help environment demo test lint wheel clean
 
 VENV ?= .venv
 export PYTHON TORCH TRITON PIP_TORCH_ARGS VENV
@@ -22,26 +21,20 @@ environment:
 
 demo: environment
 	@echo "voxfuse: speaking and judging Kokoro on the CPU, about 5 minutes on 2 cores; nothing more is downloaded"
+	@rm -rf .demo
 	@$(PYTHON_IN) -m voxfuse gate --stack kokoro --device cpu --protocol smoke --out .demo/kokoro-smoke || { \
 		status=$$?; [ $$status -eq 3 ] || exit $$status; \
 		echo "voxfuse: everything that a CPU can judge passed; throughput needs a GPU, so the verdict is not-judged"; }
 
-test: environment
-	@echo "voxfuse: lint, types and tests, about 15 minutes on 2 cores; nothing more is downloaded"
-	@$(MAKE) --no-print-directory lint unit aot
+test: lint
+	@echo "voxfuse: all tests that need no GPU, about 15 minutes on 2 cores; nothing more is downloaded"
+	$(PYTHON_IN) -m pytest -q -m "not gpu"
 
 lint: environment
 	$(PYTHON_IN) -m ruff check .
 	$(PYTHON_IN) -m ruff format --check .
 	$(PYTHON_IN) -m mypy
 	"$(VENV)/bin/lint-imports"
-
-# Triton decides at import whether to interpret kernels or to compile them: two processes.
-unit: environment
-	TRITON_INTERPRET=1 $(PYTHON_IN) -m pytest -q -m "not aot and not gpu"
-
-aot: environment
-	env -u TRITON_INTERPRET $(PYTHON_IN) -m pytest -q -m aot
 
 wheel: environment
 	$(PYTHON_IN) -m build --wheel

@@ -68,16 +68,17 @@ def list_ledger(
     as_json: Json = False,
 ) -> None:
     """List the verdicts on file, oldest first."""
-    from voxfuse.evidence import listing
+    from voxfuse.evidence import ledger, listing
 
     if folder is not None and not folder.is_dir():
         typer.echo(f"voxfuse ledger: {folder} is not a folder", err=True)
         raise typer.Exit(ENVIRONMENT)
-    rows = listing.rows(None if folder is None else [folder])
+    folders = ledger.folders() if folder is None else (folder,)
+    rows = listing.rows(folders)
     if as_json:
         typer.echo(json.dumps([row._asdict() for row in rows], indent=1, ensure_ascii=False))
     else:
-        listing.show(rows)
+        listing.show(rows, folders)
 
 
 @app.command(

@@ -51,17 +51,15 @@ def _row(entry: ledger.Entry) -> Row:
     )
 
 
-def show(listed: list[Row]) -> None:
-    """Print the rows as a table, or say that there are none and where they would lie."""
+def show(listed: list[Row], folders: Iterable[Path]) -> None:
+    """Print the rows as a table, or say that there are none and in which folders they were looked for."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
     if not listed:
-        console.print(
-            "The ledger holds no verdict yet. Looked in:", *map(str, ledger.folders()), sep="\n  ", markup=False
-        )
+        console.print("The ledger holds no verdict yet. Looked in:", *map(str, folders), sep="\n  ", markup=False)
         return
     table = Table(*("measured at", "judge", "stack", "fusions", "case", "GPU", "outcome"), title="Ledger")
     for row in listed:
