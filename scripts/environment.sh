@@ -19,6 +19,7 @@ for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10 python3.13 p
 done
 [ -n "$python" ] || fail "no Python 3.10 or newer found (tried ${PYTHON:-python3 and python3.10 to python3.14}): install one, or run make PYTHON=/path/to/python3"
 
+mkdir -p "$(dirname "$venv")"
 exec 9>>"$venv.lock"
 flock 9 # two makes at once: the second waits for the first
 
@@ -41,6 +42,7 @@ voxfuse: making $venv with $("$python" -V)
   and takes about 2 minutes to install on 2 cores, downloads aside; 2.5 GB on disk with CPU wheels.
 EXPLAIN
 
+[ -d "$venv" ] || rm -f "$venv" # a file or a dangling link
 "$python" -m venv --clear "$venv" || fail "$python cannot make virtual environments: install its venv module (Debian and Ubuntu: apt install python3-venv)"
 install() { "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$@"; }
 # shellcheck disable=SC2086  # several arguments are meant
