@@ -4,33 +4,25 @@ from __future__ import annotations
 
 from voxfuse.kernels._triton import tl, triton
 
-# pi = PI_HIGH + PI_MIDDLE + PI_LOW, each a float32: three-step Cody-Waite reduction with fused multiply-adds.
-PI_HIGH = tl.constexpr(3.1415927410125732)
-PI_MIDDLE = tl.constexpr(-8.742277657347586e-08)
-PI_LOW = tl.constexpr(-3.4302490200117637e-15)
-INVERSE_PI = tl.constexpr(0.31830988618379067)
-# sin(r) = r + r³ (S1 + r² (S2 + …)) on |r| <= pi/2; minimax, relative error 6.8e-9 before rounding.
-S1 = tl.constexpr(-0.1666665894)
-S2 = tl.constexpr(0.008333049517)
-S3 = tl.constexpr(-0.0001980830543)
-S4 = tl.constexpr(2.602776085e-06)
-
 
 @triton.jit
 def sin_squared(theta):
-    """sin(theta)² in fp32. Its period is pi, so the reduction needs no quadrant; absolute error
-    below 5e-7 for |theta| < 1e6 (correctly rounded fp32 sine: 1.3e-7).
+    """sin(theta)² in fp32. Its period is pi, so the reduction needs no quadrant; absolute error below 5e-7 for
+    |theta| < 1e6 (correctly rounded fp32 sine: 1.3e-7).
 
-    A polynomial, because ``tl.sin`` costs a 32-byte stack and a branch for large arguments on CUDA.
+    A polynomial, because ``tl.sin`` costs a 32-byte stack and a branch for large arguments on CUDA. Its constants are
+    literals, because Triton compares every global that a kernel uses at every launch.
     """
-    turns = tl.floor(theta * INVERSE_PI + 0.5)
-    r = tl.fma(turns, -PI_HIGH, theta)
-    r = tl.fma(turns, -PI_MIDDLE, r)
-    r = tl.fma(turns, -PI_LOW, r)
+    turns = tl.floor(theta * 0.31830988618379067 + 0.5)
+    # theta - turns · pi, with pi as the sum of three float32 (Cody and Waite 1980)
+    r = tl.fma(turns, -3.1415927410125732, theta)
+    r = tl.fma(turns, 8.742277657347586e-08, r)
+    r = tl.fma(turns, 3.4302490200117637e-15, r)
+    # sin(r) = r + r³ (S1 + r² (S2 + …)) on |r| <= pi/2, minimax: relative error 6.8e-9 before rounding
     r2 = r * r
-    p = tl.fma(r2, S4, S3)
-    p = tl.fma(r2, p, S2)
-    p = tl.fma(r2, p, S1)
+    p = tl.fma(r2, 2.602776085e-06, -0.0001980830543)
+    p = tl.fma(r2, p, 0.008333049517)
+    p = tl.fma(r2, p, -0.1666665894)
     sine = tl.fma(r * r2, p, r)
     return sine * sine
 

@@ -50,7 +50,7 @@ class _Tallies:
 
     def add(self, receipt: str, calls: int = 1, fallback: str | None = None) -> None:
         """Count fused calls, or calls that ran the upstream chain for the given reason."""
-        tally = self.of(receipt)
+        tally = self._by_receipt.get(receipt) or self.of(receipt)
         with self._lock:
             if fallback is None:
                 tally.calls += calls
@@ -118,31 +118,35 @@ class FusedOp:
         if run.backend == "reference":
             TALLIES.add(run.receipt)
             return self.reference(*args)
-        reason = self._why_not(args, run.backend)
+        device, reason = _placement(args, run.backend)
+        reason = reason or self.unsupported(*args)
         if reason is not None:
             TALLIES.add(run.receipt, fallback=reason)
             return self.reference(*args)
         TALLIES.add(run.receipt)
-        device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self.launch(*args)
         return self.launch(*args)
 
-    def _why_not(self, args: tuple[Any, ...], backend: Backend) -> str | None:
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if backend == "triton" and any(tensor.device.type != "cuda" for tensor in tensors):
-            return "a tensor is not on the GPU"
-        if any(tensor.device != tensors[0].device for tensor in tensors):
-            return "tensors are on different devices"
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return "an input needs a gradient; call under torch.no_grad() or torch.inference_mode()"
-        return self.unsupported(*args)
+
+def _placement(args: tuple[Any, ...], backend: Backend) -> tuple[torch.device, str | None]:
+    """The device of the tensors, and why their placement or autograd state rules a kernel out, or None."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    device = tensors[0].device
+    if backend == "triton" and device.type != "cuda":
+        return device, "a tensor is not on the GPU"
+    for tensor in tensors:
+        if tensor.device != device:
+            return device, "tensors are on different devices"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return device, "an input needs a gradient; call under torch.no_grad() or torch.inference_mode()"
+    return device, None
 
 
 def _needs_dispatch(args: tuple[Any, ...]) -> bool:
-    """Whether a dispatch mode is active or an argument is a tensor subclass (DTensor, fake or functional tensor)."""
-    if torch._C._len_torch_dispatch_stack():
+    """Whether a dispatch mode or transform is active, or an argument is a tensor subclass (DTensor, fake tensor)."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     return any(isinstance(arg, torch.Tensor) and type(arg) not in _PLAIN for arg in args)
 

@@ -68,8 +68,10 @@ def _resident_kernel(
     frames = tl.maximum(length, 1).to(tl.float32)
     mean = tl.sum(x, axis=0) / frames
     deviation = tl.where(valid, x - mean, 0.0)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(deviation * deviation, axis=0) / frames + eps)
-    y = _activated(deviation, scale * rstd, shift, alpha, slope, alpha_ptr is not None)
+    remainder = tl.sum(deviation, axis=0) / frames  # what rounding left of the mean
+    variance = tl.sum(deviation * deviation, axis=0) / frames - remainder * remainder
+    scale = scale / tl.sqrt_rn(variance + eps)
+    y = _activated(deviation, scale, shift - remainder * scale, alpha, slope, alpha_ptr is not None)
     y = tl.where(valid, y, 0.0).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + (row * C + channel) * T + t, y, mask=t < T)
 
