@@ -1,0 +1,109 @@
+"""Speed in the gate, by a clock of the test's own: pairs, noise, claims, interruption, fusions left out."""
+
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+from tone_gate import COUNT, Case, failed, outcomes, protocol_of, silent
+from tone_stack import TEXTS, TonePatches
+
+from voxfuse.e2e.gate import generate
+from voxfuse.e2e.rundir import PeakMemory, RunDirectory
+from voxfuse.e2e.score import score
+
+
+@pytest.fixture
+def case(tmp_path):
+    return Case(tmp_path / "run")
+
+
+@pytest.fixture
+def timed(case, monkeypatch):
+    """``timed(patched_s, untouched_s)``: how long the stack takes, by a clock of our own with 1 % noise."""
+    now, rng = [0.0], np.random.default_rng(0)
+    monkeypatch.setattr("voxfuse.e2e.generate.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    speak = case.stack.synthesize
+
+    def set_pace(patched_s, untouched_s):
+        def synthesize(text, seed):
+            seconds = patched_s if "forward" in vars(case.stack.model) else untouched_s
+            now[0] += seconds * rng.normal(1, 0.01)
+            return speak(text, seed)
+
+        case.stack.synthesize = synthesize
+
+    return set_pace
+
+
+MANY = {"pairs": 12, "aa_pairs": 12, "claim_pairs": 10}
+
+
+def test_on_a_gpu_speed_is_timed_in_pairs_and_judged(case, timed):
+    timed(0.2, 0.3)
+    verdict = case.verdict(declared=protocol_of(throughput=MANY), device="cuda")
+    assert [block.kind for block in verdict.blocks] == ["a/a"] * 12 + ["a/b"] * 12
+    assert [block.first for block in verdict.blocks[:4]] == ["baseline", "patched", "baseline", "patched"]
+    assert RunDirectory.open(case.path).blocks() == verdict.blocks
+    metrics = {metric.name: metric for metric in verdict.metrics}
+    ratio = metrics["throughput ratio a/b"]
+    assert ratio.patched == pytest.approx(1.5, abs=0.02) and 0.45 < ratio.low < 0.5 < ratio.high < 0.55
+    assert metrics["throughput ratio a/a"].patched == pytest.approx(1, abs=0.01)
+    assert metrics["latency p50"].baseline == pytest.approx(0.3, abs=0.01)
+    judged = outcomes(verdict)
+    assert judged["throughput improves"] == judged["latency p99"] == judged["RTF p50"] == "pass"
+    assert verdict.verdict == "not-judged" and judged["peak GPU memory"] == "not-judged"  # it was not measured
+    run = RunDirectory.open(case.path)
+    run.append("memory.jsonl", [PeakMemory(arm="baseline", peak_bytes=100), PeakMemory(arm="patched", peak_bytes=103)])
+    assert score(run, case.reader, silent).verdict == "pass"
+
+
+def test_a_slower_patch_fails(case, timed):
+    timed(0.33, 0.3)
+    verdict = case.verdict(declared=protocol_of(throughput=MANY), device="cuda")
+    assert {"throughput improves", "latency p50", "RTF p50"} <= failed(verdict)
+
+
+def test_no_gain_few_pairs_or_noise_claim_nothing(case, timed, tmp_path):
+    timed(0.3, 0.3)
+    same = case.verdict(declared=protocol_of(throughput=MANY), device="cuda")
+    assert outcomes(same)["throughput improves"] == "inconclusive" and same.verdict == "inconclusive"
+    timed(0.2, 0.3)
+    case.path = tmp_path / "few"
+    few = case.verdict(declared=protocol_of(throughput={**MANY, "pairs": 9}), device="cuda")
+    assert outcomes(few)["throughput improves"] == "inconclusive"
+    case.path = tmp_path / "noisy"
+    noisy = case.verdict(declared=protocol_of(throughput={**MANY, "noise_cap": 1e-5}), device="cuda")
+    assert outcomes(noisy)["throughput improves"] == outcomes(noisy)["RTF p95"] == "inconclusive"
+
+
+def test_interrupted_timing_keeps_its_pairs(case, timed):
+    timed(0.2, 0.3)
+    declared = protocol_of(throughput=MANY)
+    case.stack.breaks_at = 2 + 2 * COUNT + 4 + 2 * 2 * 5  # in the sixth pair of a/a
+    with pytest.raises(KeyboardInterrupt):
+        case.speak(declared=declared, device="cuda")
+    assert len(RunDirectory.open(case.path).blocks()) == 5
+    case.stack.breaks_at = None
+    blocks = case.speak(declared=declared, device="cuda").blocks()
+    assert [(block.kind, block.index) for block in blocks] == [(k, i) for k in ("a/a", "a/b") for i in range(12)]
+
+
+def test_each_fusion_is_left_out_in_turn(case, timed):
+    timed(0.2, 0.3)
+    left = []
+
+    class Two(TonePatches):
+        @property
+        def receipts(self):
+            (first,) = super().receipts
+            return first, msgspec.structs.replace(first, fusion="other", target="Tones.other")
+
+    def apply(left_out):
+        left.append(left_out)
+        return Two(case.stack)
+
+    declared = protocol_of(sentences=3, throughput={**MANY, "leave_one_out_pairs": 2})
+    run = generate(case.stack, apply, declared, TEXTS[:3], case.path, silent, device="cuda", backend="triton")
+    assert left == [(), ("other",), ("tone",)]
+    assert [block.kind for block in run.blocks()[24:]] == ["without:other"] * 2 + ["without:tone"] * 2

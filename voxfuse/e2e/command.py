@@ -1,0 +1,177 @@
+"""``voxfuse gate``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from voxfuse.e2e.asr import EMBEDDED, AsrMissing, WhisperTranscriber
+from voxfuse.e2e.gate import EXIT_STATUS, NothingApplied, generate, run_gate, show
+from voxfuse.e2e.generate import Notify
+from voxfuse.e2e.peak_memory import MeasurementFailed, measure_peak_memory
+from voxfuse.e2e.protocol import load_protocol
+from voxfuse.e2e.rundir import RunDirectory, RunMismatch
+from voxfuse.e2e.score import score
+from voxfuse.e2e.stack import WeightsMissing
+from voxfuse.e2e.stacks import driver
+from voxfuse.e2e.texts import load_texts
+from voxfuse.fusions.registry import fusion
+from voxfuse.patches.errors import PatchError
+from voxfuse.records import GateVerdict, to_json
+
+if TYPE_CHECKING:
+    from voxfuse.patches.patchset import PatchSet
+
+USAGE_OR_ENVIRONMENT = 2
+TABLE_COLUMNS = 160  # of a table that goes to a file or pipe
+MENDABLE = (RunMismatch, WeightsMissing, AsrMissing, NothingApplied, PatchError, MeasurementFailed, ImportError)
+BackendName = Literal["triton", "interpreter", "reference"]
+
+
+def gate(
+    stack: Annotated[str, typer.Option(help="Stack to judge.")] = "kokoro",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    protocol: Annotated[str, typer.Option(help="smoke, full, or the path of a protocol file.")] = "smoke",
+    sentences: Annotated[int | None, typer.Option(min=1, help="Speak so many texts instead of the protocol's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; an interrupted run in it is resumed.")] = None,
+    generate_only: Annotated[bool, typer.Option(help="Speak, do not score: that can happen elsewhere.")] = False,
+    score_only: Annotated[bool, typer.Option(help="Score what --out holds; no stack is loaded.")] = False,
+    extend: Annotated[bool, typer.Option(help="With --generate-only: speak the protocol's one extension.")] = False,
+    model_dir: Annotated[Path | None, typer.Option(help="Folder with the stack's own weights.")] = None,
+    backend: Annotated[
+        BackendName | None, typer.Option(help="How fused operations run; default: triton on cuda, reference on cpu.")
+    ] = None,
+    fusions: Annotated[str | None, typer.Option(help="Fusions to judge, separated by commas; default: all.")] = None,
+    asr: Annotated[str, typer.Option(help="ASR: tiny.en (embedded), a CTranslate2 Whisper folder, a name.")] = EMBEDDED,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+) -> None:
+    """Judge a stack's fusions end to end: same texts and seeds untouched and patched, compared, transcribed, timed.
+
+    Exit status: 0 pass, 1 fail, 2 usage or environment, 3 inconclusive or not judged (on a CPU at best).
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    backend = backend or ("triton" if device.startswith("cuda") else "reference")
+    directory = out or Path("runs") / f"gate-{stack}-{device.replace(':', '-')}"
+    if generate_only and score_only:
+        raise typer.BadParameter("--generate-only and --score-only exclude each other")
+    if extend and not generate_only:
+        raise typer.BadParameter("--extend goes with --generate-only; a whole gate extends by itself")
+    if device.startswith("cuda") and not torch.cuda.is_available() and not score_only:
+        raise typer.BadParameter("torch sees no GPU: use --device cpu", param_hint="--device")
+    with _errors(directory), _progress() as notify:
+        if score_only:
+            verdict: GateVerdict | None = score(RunDirectory.open(directory), WhisperTranscriber(asr), notify)
+        else:
+            transcriber = None if generate_only else WhisperTranscriber(asr)  # first: it may be missing
+            speak_into = _speaker(stack, device, protocol, sentences, directory, model_dir, backend, fusions, notify)
+            verdict = None
+            if transcriber is None:
+                speak_into(extend)
+            else:
+                verdict = run_gate(speak_into, transcriber, notify)
+    if verdict is None:
+        print(f"spoken into {directory}; to score it: voxfuse gate --score-only --out {directory}")
+        return
+    if as_json:
+        sys.stdout.write(to_json(verdict).decode())
+    else:
+        console = Console()
+        show(verdict, console if console.is_terminal else Console(width=TABLE_COLUMNS))
+        print(f"verdict: {directory / 'verdict.json'}")
+    raise typer.Exit(EXIT_STATUS[verdict.verdict])
+
+
+def _speaker(
+    stack_name: str,
+    device: str,
+    protocol: str,
+    sentences: int | None,
+    directory: Path,
+    model_dir: Path | None,
+    backend: str,
+    fusions: str | None,
+    notify: Notify,
+) -> Callable[[bool], RunDirectory]:
+    """Load the stack; gives the function that speaks, with or without the protocol's extension.
+
+    Raises typer.BadParameter for an unknown stack, protocol or fusion, or more sentences than there are texts.
+    """
+    from voxfuse import apply_patches
+
+    names = [name.strip() for name in fusions.split(",")] if fusions else None
+    try:
+        stack = driver(stack_name)
+        declared = load_protocol(protocol, sentences)
+        texts = load_texts(declared.protocol.sentences)
+        for name in names or ():
+            fusion(name)
+    except (ValueError, KeyError) as error:
+        raise typer.BadParameter(str(error.args[0])) from error
+    notify(f"loading {stack_name}", 0, 1)
+    stack.load(device, model_dir)
+
+    def apply(left_out: tuple[str, ...]) -> PatchSet:
+        include = None if names is None else [name for name in names if name not in left_out]
+        return apply_patches(
+            stack.name, include=include, exclude=left_out, policy="all", backend=backend, strict=names is not None
+        )
+
+    def speak_into(extend: bool) -> RunDirectory:
+        return generate(
+            stack,
+            apply,
+            declared,
+            texts,
+            directory,
+            notify,
+            device=device,
+            backend=backend,
+            extend=extend,
+            measure_memory=lambda run: measure_peak_memory(run, model_dir),
+        )
+
+    return speak_into
+
+
+@contextlib.contextmanager
+def _errors(directory: Path) -> Iterator[None]:
+    """What the user can mend ends with a message and status 2; faults of ours keep their traceback."""
+    try:
+        yield
+    except (
+        RunMismatch,
+        WeightsMissing,
+        AsrMissing,
+        NothingApplied,
+        PatchError,
+        MeasurementFailed,
+        ImportError,
+    ) as error:
+        print(f"voxfuse gate: {error}", file=sys.stderr)
+        raise typer.Exit(USAGE_OR_ENVIRONMENT) from error
+    except KeyboardInterrupt:
+        print(f"voxfuse gate: interrupted; {directory} keeps what was measured: repeat the command", file=sys.stderr)
+        raise typer.Exit(USAGE_OR_ENVIRONMENT) from None
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Notify]:
+    """Progress bars on stderr, one per phase."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+
+        def notify(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=total)
+            progress.update(tasks[phase], completed=done, total=total)
+
+        yield notify
