@@ -202,7 +202,7 @@ def paired_samples(
             arms[names[index]].start()
         clock.wait()
         for name in names:
-            samples[name].append(arms[name].elapsed_us())
+            samples[name].append(float(arms[name].elapsed_us()))
     return {name: tuple(values) for name, values in samples.items()}
 
 
