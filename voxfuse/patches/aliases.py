@@ -17,7 +17,7 @@ def rebind(old: Iterable[Any], new: Any) -> list[str]:
     stale = {id(value) for value in old if value is not new}
     rewritten = []
     for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType):
+        if not issubclass(type(module), ModuleType):  # isinstance would ask the object itself
             continue
         namespace = ModuleType.__getattribute__(module, "__dict__")
         for name, value in list(namespace.items()):

@@ -15,7 +15,7 @@ from voxfuse.patches import registry, switches
 from voxfuse.patches.errors import PatchError, PatchWarning
 from voxfuse.patches.layers import LOCK, Replacement, Site, site
 from voxfuse.patches.patchset import PatchSet
-from voxfuse.patches.plan import Step, method_name, plan_model, plan_stack
+from voxfuse.patches.plan import Planner, Step, method_name
 from voxfuse.patches.policy import Selection, selection
 from voxfuse.patches.receipts import Entry, ReceiptFile, Why
 from voxfuse.patches.spec import Patch
@@ -62,8 +62,9 @@ def apply_patches(
         )
     stacks = registry.expand(names) if targets else registry.default_stacks()
     with LOCK:
-        steps = [step for name in stacks for step in plan_stack(name, wishes, chosen, environment.off, bool(targets))]
-        steps += [step for model in models for step in plan_model(model, wishes, chosen, environment.off)]
+        planner = Planner(wishes, chosen, environment.off)
+        steps = [step for name in stacks for step in planner.stack(name, explicit=bool(targets))]
+        steps += [step for model in models for step in planner.model(model)]
         _give_each_method_to_one_fusion(steps)
         _warn_unproven(steps)
         if strict or environment.strict:

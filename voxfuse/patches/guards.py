@@ -150,7 +150,7 @@ def _same_file(code_file: str, module_file: str | None) -> bool:
 def _module_of_file(path: str) -> str:
     real = os.path.realpath(path)
     for name, module in list(sys.modules.items()):
-        file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        file = vars(module).get("__file__") if issubclass(type(module), ModuleType) else None
         if isinstance(file, str) and os.path.realpath(file) == real:
             return name
     return path

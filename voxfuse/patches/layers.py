@@ -119,10 +119,10 @@ class Site(ABC):
 
     def intruder(self) -> Any:
         """What somebody else put here after us, or None."""
-        value = self._value()
-        if self.owner is None or self.top is None or self._expected(value):
+        if self.owner is None or self.top is None:
             return None
-        return value
+        value = self._value()
+        return None if self._expected(value) else value
 
     @abstractmethod
     def untouched(self) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from voxfuse.patches.errors import PatchError, PatchWarning
 from voxfuse.patches.layers import LOCK, ClassSite, Site
 from voxfuse.patches.receipts import Entry, ReceiptFile, table
-from voxfuse.patches.seals import origin, sealed_instance
+from voxfuse.patches.seals import Seals, origin
 from voxfuse.patches.verify import Verification, verify
 from voxfuse.records import Receipt
 
@@ -60,6 +60,7 @@ class PatchSet:
         ``revert`` tries again.
         """
         with LOCK:
+            self._warn_of_compiled()
             for entry in self._entries:
                 self._revert(entry)
 
@@ -71,7 +72,6 @@ class PatchSet:
                 kept.append(site)
                 entry.reason = f"not reverted: {site.name} has been replaced by {origin(intruder)} since"
             else:
-                _warn_of_compiled(site, entry.target)
                 site.remove(self._token)
         self._sites[id(entry)] = kept
         if kept:
@@ -80,6 +80,19 @@ class PatchSet:
             )
         elif entry.status == "applied":
             entry.status = "reverted"
+
+    def _warn_of_compiled(self) -> None:
+        """Say so where taking a patch off cannot reach compiled code: Dynamo guards instances, but not classes."""
+        owners = {site.owner for sites in self._sites.values() for site in sites if isinstance(site, ClassSite)}
+        seals = Seals() if owners else None
+        for owner in owners:
+            if seals is not None and seals.of_class(owner) is not None:
+                warnings.warn(
+                    f"a compiled model with {owner.__module__}.{owner.__name__} in it still runs what it was compiled "
+                    "with: call torch._dynamo.reset(), or compile it again",
+                    PatchWarning,
+                    stacklevel=4,
+                )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -93,8 +106,8 @@ class PatchSet:
                 intruder = site.intruder()
                 if intruder is not None:
                     raise PatchError(f"cannot pause: {site.name} has been replaced by {origin(intruder)} since")
+            self._warn_of_compiled()
             for site in sites:
-                _warn_of_compiled(site, site.name)
                 site.pause()
         try:
             yield
@@ -133,14 +146,3 @@ class PatchSet:
     def __repr__(self) -> str:
         counts = Counter(entry.status for entry in self._entries)
         return f"<PatchSet: {', '.join(f'{count} {status}' for status, count in counts.items()) or 'empty'}>"
-
-
-def _warn_of_compiled(site: Site, target: str) -> None:
-    """Dynamo guards instance attributes, but not the methods of classes or the globals of other modules."""
-    if isinstance(site, ClassSite) and sealed_instance(site.owner) is not None:
-        warnings.warn(
-            f"{target}: a compiled model still runs what it was compiled with: call torch._dynamo.reset() or compile "
-            "it again",
-            PatchWarning,
-            stacklevel=4,
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -16,7 +18,7 @@ from voxfuse.patches.guards import check_sources, installed_version, resolve, sh
 from voxfuse.patches.layers import Owner, existing_site, untouched
 from voxfuse.patches.policy import Selection
 from voxfuse.patches.receipts import Entry, Why
-from voxfuse.patches.seals import origin, sealed_instance, sealed_within
+from voxfuse.patches.seals import Seals, origin
 from voxfuse.patches.spec import Patch, StackPatches
 from voxfuse.records import Backend
 
@@ -35,42 +37,103 @@ class Step:
     unproven: bool = False
 
 
-def plan_stack(name: str, wishes: Selection, backend: Backend, off: bool, explicit: bool) -> list[Step]:
-    """Plan a stack by name: its classes and functions. Imports it. ``explicit``: the caller named it."""
-    stack = registry.patches_of(name)
-    if stack is None:
-        reason = "no patches for this stack in this version"
-        return [Step(Entry(WHOLE_STACK, name, name, "skipped", Why.FAILED, reason, explicit=explicit))]
-    problem = _obstacle(backend, off)
-    if problem is None:
-        try:
-            stack.load()
-        except Exception as error:  # whatever a broken installation raises, the other stacks must go on
-            problem = Why.ABSENT, _not_importable(stack, error)
-    if problem is not None:
-        return [_skip(stack, patch, *problem, explicit) for patch in stack.patches]
-    return [_plan_patch(stack, patch, wishes, None, {}, explicit) for patch in stack.patches]
+class Planner:
+    """Plans the targets of one call: one scan for compiled modules, one look at the backend."""
 
+    def __init__(self, wishes: Selection, backend: Backend, off: bool) -> None:
+        self._wishes = wishes
+        self._obstacle = _obstacle(backend, off)
 
-def plan_model(model: nn.Module, wishes: Selection, backend: Backend, off: bool) -> list[Step]:
-    """Plan one model: the modules in it that are instances of a supported stack's classes."""
-    problem = _obstacle(backend, off)
-    steps: list[Step] = []
-    sealed: dict[int, str] | None = None
-    for name in registry.STACKS:
+    @functools.cached_property
+    def _seals(self) -> Seals:
+        return Seals()
+
+    def stack(self, name: str, explicit: bool) -> list[Step]:
+        """Plan a stack by name: its classes and functions. Imports it. ``explicit``: the caller named it."""
         stack = registry.patches_of(name)
-        if stack is None or not any(_matching(model, patch) for patch in stack.patches):
-            continue
+        if stack is None:
+            reason = "no patches for this stack in this version"
+            return [Step(Entry(WHOLE_STACK, name, name, "skipped", Why.FAILED, reason, explicit=explicit))]
+        scope = _Scope(stack, explicit)
+        problem = self._obstacle
+        if problem is None:
+            try:
+                stack.load()
+            except Exception as error:  # whatever a broken installation raises, the other stacks must go on
+                problem = Why.ABSENT, _not_importable(stack, error)
         if problem is not None:
-            steps += [_skip(stack, patch, *problem) for patch in stack.patches]
-            continue
-        sealed = sealed_within(model) if sealed is None else sealed
-        steps += [_plan_patch(stack, patch, wishes, model, sealed) for patch in stack.patches]
-    if not steps:
-        kind = type(model)
-        where, reason = f"{kind.__module__}.{kind.__qualname__}", "no module of a supported stack in this model"
-        steps.append(Step(Entry(WHOLE_STACK, "unknown", where, "skipped", Why.FAILED, reason)))
-    return steps
+            return [scope.skip(patch, *problem) for patch in stack.patches]
+        return [self._patch(scope, patch, self._class_owner) for patch in stack.patches]
+
+    def model(self, model: nn.Module) -> list[Step]:
+        """Plan one model: the modules in it that are instances of a supported stack's classes."""
+        steps: list[Step] = []
+        for name in registry.STACKS:
+            stack = registry.patches_of(name)
+            if stack is None or not any(_matching(model, patch) for patch in stack.patches):
+                continue
+            scope = _Scope(stack, explicit=True)
+            if self._obstacle is not None:
+                steps += [scope.skip(patch, *self._obstacle) for patch in stack.patches]
+                continue
+            owners = functools.partial(_instance_owners, model, self._seals.within(model))
+            steps += [self._patch(scope, patch, owners) for patch in stack.patches]
+        if not steps:
+            kind = type(model)
+            where, reason = f"{kind.__module__}.{kind.__qualname__}", "no module of a supported stack in this model"
+            steps.append(Step(Entry(WHOLE_STACK, "unknown", where, "skipped", Why.FAILED, reason)))
+        return steps
+
+    def _patch(self, scope: _Scope, patch: Patch, find: Callable[[Patch], tuple[list[Owner], Problems]]) -> Step:
+        choice = self._wishes.choose(patch.fusion, scope.stack.name, scope.version)
+        if not choice.wanted:
+            step = scope.skip(patch, Why.CHOSEN, str(choice.reason))
+            step.unproven = choice.unproven
+            return step
+        sources = check_sources(scope.stack, patch, scope.version)
+        if sources.problem is not None:
+            return scope.skip(patch, Why.FAILED, sources.problem)
+        owners, problems = find(patch)
+        if not owners:
+            why, reason = problems[0] if problems else (Why.ABSENT, _nothing_in_model(patch))
+            return scope.skip(patch, why, reason)
+        remarks = [remark for remark in (choice.reason, sources.remark) if remark is not None]
+        if problems:
+            remarks.append(f"{len(problems)} of {len(owners) + len(problems)} modules skipped: {problems[0][1]}")
+        entry = scope.entry(patch, Why.APPLIED, "; ".join(remarks) or None)
+        entry.status, entry.count = "applied", len(owners)
+        return Step(entry, patch, owners)
+
+    def _class_owner(self, patch: Patch) -> tuple[list[Owner], Problems]:
+        upstream = resolve(patch.target)
+        reason = _occupied(upstream.owner, upstream.name, patch)
+        for path in patch.absorbs:
+            owner = resolve(path).owner
+            if reason is None and isinstance(owner, type):
+                reason = self._seals.of_class(owner)
+        return ([upstream.owner], []) if reason is None else ([], [(Why.FAILED, reason)])
+
+
+class _Scope:
+    """A stack as it is installed, and entries for it."""
+
+    def __init__(self, stack: StackPatches, explicit: bool) -> None:
+        self.stack = stack
+        self._explicit = explicit
+        installed = installed_version(stack.distribution)
+        self.version = installed or "unknown"
+        versions = {"voxfuse": VERSION, "torch": torch.__version__, "triton": TRITON_VERSION}
+        versions[stack.distribution] = installed
+        self._versions = {name: version for name, version in versions.items() if version is not None}
+
+    def entry(self, patch: Patch, why: Why, reason: str | None) -> Entry:
+        name, target = patch.fusion.name, patch.target
+        return Entry(
+            name, self.stack.name, target, "skipped", why, reason, versions=self._versions, explicit=self._explicit
+        )
+
+    def skip(self, patch: Patch, why: Why, reason: str) -> Step:
+        return Step(self.entry(patch, why, reason))
 
 
 def method_name(patch: Patch) -> str:
@@ -93,49 +156,7 @@ def _not_importable(stack: StackPatches, error: Exception) -> str:
     return f"{stack.distribution} cannot be imported: {type(error).__name__}: {error}"
 
 
-def _plan_patch(
-    stack: StackPatches,
-    patch: Patch,
-    wishes: Selection,
-    model: nn.Module | None,
-    sealed: dict[int, str],
-    explicit: bool = True,
-) -> Step:
-    version = installed_version(stack.distribution) or "unknown"
-    choice = wishes.choose(patch.fusion, stack.name, version)
-    if not choice.wanted:
-        step = _skip(stack, patch, Why.CHOSEN, str(choice.reason), explicit)
-        step.unproven = choice.unproven
-        return step
-    sources = check_sources(stack, patch, version)
-    if sources.problem is not None:
-        return _skip(stack, patch, Why.FAILED, sources.problem, explicit)
-    if model is None:
-        owners, problems = _class_owner(patch)
-    else:
-        owners, problems = _instance_owners(patch, model, sealed)
-    if not owners:
-        why, reason = problems[0] if problems else (Why.ABSENT, _nothing_in_model(patch))
-        return _skip(stack, patch, why, reason, explicit)
-    remarks = [remark for remark in (choice.reason, sources.remark) if remark is not None]
-    if problems:
-        remarks.append(f"{len(problems)} of {len(owners) + len(problems)} modules skipped: {problems[0][1]}")
-    entry = _entry(stack, patch, explicit)
-    entry.status, entry.why, entry.count, entry.reason = "applied", Why.APPLIED, len(owners), "; ".join(remarks) or None
-    return Step(entry, patch, owners)
-
-
-def _class_owner(patch: Patch) -> tuple[list[Owner], Problems]:
-    upstream = resolve(patch.target)
-    reason = _occupied(upstream.owner, upstream.name, patch)
-    for path in patch.absorbs:
-        owner = resolve(path).owner
-        if reason is None and isinstance(owner, type):
-            reason = sealed_instance(owner)
-    return ([upstream.owner], []) if reason is None else ([], [(Why.FAILED, reason)])
-
-
-def _instance_owners(patch: Patch, model: nn.Module, sealed: dict[int, str]) -> tuple[list[Owner], Problems]:
+def _instance_owners(model: nn.Module, sealed: dict[int, str], patch: Patch) -> tuple[list[Owner], Problems]:
     owners: list[Owner] = []
     problems: Problems = []
     for module in _matching(model, patch):
@@ -185,19 +206,3 @@ def _matching(model: nn.Module, patch: Patch) -> list[nn.Module]:
 def _nothing_in_model(patch: Patch) -> str:
     *classes, name = patch.target.partition(":")[2].split(".")
     return f"no {'.'.join(classes)} in this model" if classes else f"{name} is a function: patch the stack by name"
-
-
-def _skip(stack: StackPatches, patch: Patch, why: Why, reason: str, explicit: bool = True) -> Step:
-    entry = _entry(stack, patch, explicit)
-    entry.why, entry.reason = why, reason
-    return Step(entry)
-
-
-def _entry(stack: StackPatches, patch: Patch, explicit: bool) -> Entry:
-    versions = {"voxfuse": VERSION, "torch": torch.__version__}
-    if TRITON_VERSION is not None:
-        versions["triton"] = TRITON_VERSION
-    if (installed := installed_version(stack.distribution)) is not None:
-        versions[stack.distribution] = installed
-    name, target = patch.fusion.name, patch.target
-    return Entry(name, stack.name, target, "skipped", Why.FAILED, versions=versions, explicit=explicit)

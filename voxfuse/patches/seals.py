@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,23 +16,33 @@ COMPILED = "already compiled: apply voxfuse before torch.compile, or revert and 
 CAPTURED = "captured in a CUDA graph: apply voxfuse before the capture"
 
 
-def sealed_within(model: nn.Module) -> dict[int, str]:
-    """Reasons by ``id`` of the modules of a model that run compiled or captured code.
+class Seals:
+    """The compiled and captured modules alive when it was made; what nobody holds any more does not count."""
 
-    A module is sealed with everything in it; parts of something compiled from outside the model count too.
-    """
-    inside = {id(module) for module in model.modules()}
-    roots = [(module, reason) for module in model.modules() if (reason := seal(module)) is not None]
-    reasons: dict[int, str] = {}
-    for root, reason in (*_confirmed(lambda root: any(id(part) in inside for part in root.modules())), *roots):
-        reasons.update((id(part), reason) for part in root.modules() if id(part) in inside)
-    return reasons
+    def __init__(self) -> None:
+        self._roots = list(_live())
+        if self._roots:
+            self._roots.clear()
+            gc.collect()
+            self._roots = list(_live())
 
+    def within(self, model: nn.Module) -> dict[int, str]:
+        """Reasons by ``id`` of the modules of a model that run compiled or captured code.
 
-def sealed_instance(owner: type) -> str | None:
-    """Why a class must not be patched: some live instance of it runs compiled or captured code; None if none does."""
-    found = _confirmed(lambda root: any(isinstance(part, owner) for part in root.modules()))
-    return found[0][1] if found else None
+        A module is sealed with everything in it; parts of something compiled from outside the model count too.
+        """
+        inside = {id(module) for module in model.modules()}
+        own = [(module, reason) for module in model.modules() if (reason := seal(module)) is not None]
+        return {
+            id(part): reason for root, reason in (*self._roots, *own) for part in root.modules() if id(part) in inside
+        }
+
+    def of_class(self, owner: type) -> str | None:
+        """Why a class must not be patched: an instance of it runs compiled or captured code; None if none does."""
+        for root, reason in self._roots:
+            if any(isinstance(part, owner) for part in root.modules()):
+                return reason
+        return None
 
 
 def seal(module: nn.Module) -> str | None:
@@ -62,21 +72,16 @@ def origin(value: Any) -> str:
     return type(value).__module__
 
 
-def _confirmed(concerns: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str]]:
-    """The live sealed modules that matter, after a collection: what nobody holds any more does not count."""
-    if not any(concerns(root) for root, _ in _live()):
-        return []
-    gc.collect()
-    return [(root, reason) for root, reason in _live() if concerns(root)]
-
-
 def _live() -> Iterator[tuple[nn.Module, str]]:
     """Every live module that is compiled or captured, or that a compiled function reaches."""
     if "torch._dynamo" not in sys.modules and not torch.cuda.is_initialized():
         return
+    is_module: dict[type, bool] = {}  # half a million objects, a few thousand types
     for thing in gc.get_objects():
         kind = type(thing)
-        if issubclass(kind, nn.Module):
+        if kind not in is_module:
+            is_module[kind] = issubclass(kind, nn.Module)
+        if is_module[kind]:
             reason = seal(thing)
             if reason is not None:
                 yield thing, reason

@@ -1,0 +1,19 @@
+"""The tested sources that every stack file declares are those of the installed release."""
+
+import pytest
+
+from voxfuse.patches import registry
+from voxfuse.patches.guards import installed_version, replaced_by, resolve, source_sha256
+
+
+@pytest.mark.parametrize("name", registry.STACKS)
+def test_recorded_hashes_are_those_of_the_installed_release(name: str) -> None:
+    stack = registry.patches_of(name)
+    assert stack is not None
+    stack.load()
+    version = installed_version(stack.distribution)
+    assert version in stack.sources, f"{stack.distribution} {version} is not a tested release"
+    paths = {path for patch in stack.patches for path in patch.absorbs}
+    assert all(replaced_by(resolve(path)) is None for path in paths)
+    found = {path: source_sha256(resolve(path).function) for path in paths}
+    assert {path: stack.sources[version][path] for path in paths} == found
