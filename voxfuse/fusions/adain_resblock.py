@@ -36,8 +36,10 @@ ADAIN_LEAKY_RELU = Fusion(
 )
 
 
-def unsupported_norms(norms: Sequence[nn.Module]) -> str | None:
-    """Why AdaIN modules (``fc``: Linear, ``norm``: InstanceNorm1d) cannot be fused, or None."""
+def unsupported(block: nn.Module, norms: Sequence[nn.Module], *inputs: torch.Tensor) -> str | None:
+    """Why a block with these AdaIN modules (``fc``: Linear, ``norm``: InstanceNorm1d) cannot be fused, or None."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *block.parameters())):
+        return "a gradient is needed; call under torch.no_grad() or torch.inference_mode()"
     for norm in norms:
         if type(norm.fc) is not nn.Linear:
             return f"AdaIN's fc is {type(norm.fc).__name__}, expected Linear"

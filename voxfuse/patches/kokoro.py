@@ -28,7 +28,7 @@ def _count_fallback(run: Run, reason: str) -> None:
 
 def _snake_block(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
     def forward(self: Any, x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        reason = adain_resblock.unsupported_norms([*self.adain1, *self.adain2])
+        reason = adain_resblock.unsupported(self, [*self.adain1, *self.adain2], x, s)
         if reason is not None:
             _count_fallback(run, reason)
             return original(self, x, s)
@@ -39,7 +39,7 @@ def _snake_block(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
 def _leaky_relu_block(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
     def _residual(self: Any, x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        reason = adain_resblock.unsupported_norms([self.norm1, self.norm2])
+        reason = adain_resblock.unsupported(self, [self.norm1, self.norm2], x, s)
         if type(self.actv) is not nn.LeakyReLU:
             reason = f"the activation is {type(self.actv).__name__}, expected LeakyReLU"
         if reason is not None:
