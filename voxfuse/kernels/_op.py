@@ -9,6 +9,7 @@ decision between kernel and reference is taken inside, at run time, in both case
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -111,6 +112,9 @@ class FusedOp:
 
     def __call__(self, *args: Any, run: Run) -> Any:
         if torch.compiler.is_compiling() or _needs_dispatch(args):
+            if not torch.compiler.is_compiling() and _distributed(args):
+                TALLIES.add(run.receipt, fallback="a tensor is a DTensor: fused ops have no sharding rules")
+                return self.reference(*args)
             return self._custom_op(*args, run.backend, run.receipt)
         return self._run(args, run)
 
@@ -142,6 +146,11 @@ def _placement(args: tuple[Any, ...], backend: Backend) -> tuple[torch.device, s
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return device, "an input needs a gradient; call under torch.no_grad() or torch.inference_mode()"
     return device, None
+
+
+def _distributed(args: tuple[Any, ...]) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: nobody can have made one
+    return module is not None and any(isinstance(arg, module.DTensor) for arg in args)
 
 
 def _needs_dispatch(args: tuple[Any, ...]) -> bool:
