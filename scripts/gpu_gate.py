@@ -31,9 +31,8 @@ def run(suite: Suite) -> Iterator[Row]:
         spoken = len(list(folder.rglob("*.flac")))
         yield Row("kokoro, --generate-only", f"{spoken} audio files so far; {NOT_REACHED}", "missing")
         return
-    output = (ran.stdout + "\n" + ran.stderr).strip()
-    print(output[-4000:], flush=True)
+    print(f"{ran.stderr[-3000:]}\n{ran.stdout[-3000:]}", flush=True)
     spoken = len(list(folder.rglob("*.flac")))
-    lines = [line for line in output.splitlines() if line.strip()] or [""]
-    text = f"status {ran.returncode}, {spoken} audio files; {lines[-1][:200]}"
+    last_line = ((ran.stdout.strip() or ran.stderr.strip()).splitlines() or [""])[-1]
+    text = f"status {ran.returncode}, {spoken} audio files; {last_line[:200]}"
     yield Row("kokoro, --generate-only", text, "ok" if ran.returncode in (0, 3) else "wrong")
