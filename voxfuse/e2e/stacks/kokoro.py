@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,19 @@ def phonemize(text: str) -> str:
     """
     try:
         from hibari import Hibari
-        from hibari.g2p import G2P
     except ImportError as error:
         raise ImportError(
             f"speaking a text without phonemes needs a G2P ({error}): pip install hibari-tts, or give phonemes"
         ) from error
-    g2p = G2P()
+    g2p = _g2p()
     return " ".join(g2p(sentence) for sentence in Hibari.split_sentences(text))
+
+
+@functools.cache
+def _g2p() -> Callable[[str], str]:
+    from hibari.g2p import G2P  # reads its lexicons: about half a second
+
+    return G2P()
 
 
 def _phonemes(text: Text, vocabulary: dict[str, int]) -> str:

