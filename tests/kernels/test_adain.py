@@ -47,7 +47,7 @@ def test_same_precision_as_upstream(rows, channels, frames, snake, device, run, 
 @pytest.mark.parametrize("frames", [300, 2 * STREAM_FRAMES + 100])
 def test_each_row_equals_itself_alone_at_its_valid_length(frames, device, run, same_precision, poisoned_empty):
     lengths = [frames, frames - 1, frames // 2, 2, 1, 0]
-    tensors = case(len(lengths), 2, frames, snake=True, device=device)
+    tensors = case(len(lengths), 8, frames, snake=True, device=device)
     result = adain_act(*tensors, torch.tensor(lengths, device=device), EPS, SLOPE, run=run)
     x, style, *rest = tensors
     for row, length in enumerate(lengths):

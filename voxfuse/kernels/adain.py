@@ -5,7 +5,8 @@ Layouts: x and y [rows, channels, frames]; style [rows, 2·channels] holds γ th
 biased σ² are taken over the first ``lengths[row]`` frames (all of them for None); y is zero behind them.
 Contract: same-precision. Statistics in fp32, one pass, merged without cancellation; arithmetic in fp32 for every input
 type. y has the type that eager promotion gives: that of x, style and alpha together.
-Envelope: fp32, fp16, bf16, any strides, at least two frames (upstream refuses one), inference only.
+Envelope: fp32, fp16, bf16, any strides, at least two frames (upstream refuses one), inference only. Kernels specialise
+on whether the frames divide by 16 (wide loads and stores), so a configuration compiles twice at most as T varies.
 Source: AdaIN1d and the Snake line of AdaINResBlock1 in kokoro/istftnet.py (StyleTTS 2, arXiv:2306.07691).
 """
 
@@ -18,14 +19,17 @@ import torch.nn.functional as F
 
 from voxfuse.kernels._math import merge_moments, sin_squared
 from voxfuse.kernels._op import fused_op
+from voxfuse.kernels._rounding import target
 from voxfuse.kernels._triton import tl, triton
 
 MAX_ROW_ELEMENTS = 2**31 - 2**16  # offsets within a row are int32, and the last block may reach past its end
 RESIDENT_FRAMES = 8192  # a row up to here stays in registers between its statistics and its output
 STREAM_FRAMES = 8192  # frames of a longer row that one program holds at a time
-STREAM_WARPS = 32
-# (frames up to, warps) of the resident kernel, by measurement on an H200 (sm_90)
-RESIDENT_WARPS = ((1024, 2), (2048, 4), (RESIDENT_FRAMES, 8))
+STREAM_OPTIONS = {"BLOCK_T": STREAM_FRAMES, "num_warps": 32}
+RESIDENT_WARPS = ((1024, 2), (2048, 4), (RESIDENT_FRAMES, 8))  # (frames up to, warps), measured on an H200
+# Register limit of the longest resident rows by compute capability: on an H200 they take 106 registers without it, two
+# programs a multiprocessor, and 1.7 times as long.
+RESIDENT_REGISTERS = {(9, 0): 80}
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -50,7 +54,7 @@ def _activated(deviation, scale, shift, alpha, slope, SNAKE: tl.constexpr):
     return y + (1.0 / alpha) * sin_squared(alpha * y) if SNAKE else tl.where(y >= 0, y, y * slope)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _resident_kernel(
     x_ptr, y_ptr, style_ptr, weight_ptr, bias_ptr, alpha_ptr, lengths_ptr,
     C, T, stride_xb, stride_xc, stride_xt, stride_style, eps, slope,
@@ -64,7 +68,8 @@ def _resident_kernel(
     t = tl.arange(0, BLOCK_T)
     valid = t < length
     source = x_ptr + row * stride_xb + channel * stride_xc
-    x = tl.load(source + t * stride_xt, mask=valid, other=0.0).to(tl.float32)  # [BLOCK_T]
+    x = tl.load(source + t * stride_xt, mask=t < T, other=0.0).to(tl.float32)  # [BLOCK_T]
+    x = tl.where(valid, x, 0.0)
     frames = tl.maximum(length, 1).to(tl.float32)
     mean = tl.sum(x, axis=0) / frames
     deviation = tl.where(valid, x - mean, 0.0)
@@ -76,7 +81,7 @@ def _resident_kernel(
     tl.store(y_ptr + (row * C + channel) * T + t, y, mask=t < T)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _streaming_kernel(
     x_ptr, y_ptr, style_ptr, weight_ptr, bias_ptr, alpha_ptr, lengths_ptr,
     C, T, stride_xb, stride_xc, stride_xt, stride_style, eps, slope,
@@ -215,10 +220,14 @@ def _fake(
 
 
 @functools.cache
-def _resident_config(frames: int) -> tuple[int, int]:
-    """Block size and warps of the resident kernel for a row length."""
+def _resident_options(frames: int, device: torch.device) -> dict[str, int]:
+    """Block size, warps and register limit of the resident kernel for a row length on a device."""
     block = max(triton.next_power_of_2(frames), 128)
-    return block, next(warps for limit, warps in RESIDENT_WARPS if block <= limit)
+    options = {"BLOCK_T": block, "num_warps": next(warps for limit, warps in RESIDENT_WARPS if block <= limit)}
+    if block == RESIDENT_FRAMES and target() == "cuda":
+        registers = RESIDENT_REGISTERS.get(torch.cuda.get_device_capability(device))
+        return options if registers is None else options | {"maxnreg": registers}
+    return options
 
 
 @fused_op(
@@ -245,12 +254,12 @@ def adain_act(
     if y.numel() == 0:
         return y
     if frames <= RESIDENT_FRAMES:
-        kernel, (block, warps) = _resident_kernel, _resident_config(frames)
+        kernel, options = _resident_kernel, _resident_options(frames, x.device)
     else:
-        kernel, block, warps = _streaming_kernel, STREAM_FRAMES, STREAM_WARPS
+        kernel, options = _streaming_kernel, STREAM_OPTIONS
     kernel[(rows * channels,)](
         x, y, style, weight, bias, alpha, lengths,
         channels, frames, *x.stride(), style.stride(0), eps, slope,
-        BLOCK_T=block, num_warps=warps,
+        **options,
     )  # fmt: skip
     return y
