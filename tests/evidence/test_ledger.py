@@ -195,7 +195,7 @@ def test_reduced_precision_must_pass_alone() -> None:
 
 
 def fidelity(outcome: records.GateOutcome, day: int = 1, **changes: Any) -> records.GateVerdict:
-    guard = records.Guard(name="fidelity_snr_db", value=80.0, limit=60.0, outcome=outcome)
+    guard = records.Guard(name="fidelity, worst", value=80.0, limit=60.0, outcome=outcome)
     return gate("not-judged", day=day, **({"weights": "random, seed 0", "guards": (guard,)} | changes))
 
 
