@@ -277,3 +277,13 @@ def test_the_original_that_a_replacement_gets_is_upstreams_own(toy: ToyStack) ->
     untouched = installed(toy)
     with apply("toyvoice"), apply("toyvoice", backend="interpreter"), apply(toy.voice()):
         assert originals == [untouched] * 3
+
+
+def test_somebody_who_removed_our_method_is_no_obstacle(toy: ToyStack) -> None:
+    model, untouched = toy.voice(), installed(toy)
+    for owner, what in ((toy.layers.Norm, "toyvoice"), (model.blocks[0].norm, model)):
+        patches = apply(what)
+        del owner.forward
+        patches.revert()
+        assert patches.receipts[0].status == "reverted"
+    assert installed(toy) is untouched

@@ -42,6 +42,9 @@ def apply_patches(
     ``backend``: ``"triton"`` (default; needs a GPU), ``"interpreter"`` or ``"reference"``; VOXFUSE_BACKEND where not
     given. ``dry_run`` changes nothing.
 
+    A patched model pickles as upstream's, and a deep copy stays patched; a shallow copy (``copy.copy``, the replicas of
+    ``nn.DataParallel``) would run its original: there, patch the stack by name.
+
     What cannot be applied is skipped with a reason in its receipt. ``strict`` (or VOXFUSE_STRICT=1) raises PatchError
     instead, with nothing changed, where a fusion asked for by name (``include``, VOXFUSE_FUSIONS=+name) is applied
     nowhere or fails somewhere, or where any wanted fusion of a target given explicitly fails. Being left out by

@@ -122,7 +122,7 @@ class Site(ABC):
         if self.owner is None or self.top is None:
             return None
         value = self._value()
-        return None if self._expected(value) else value
+        return None if value is MISSING or self._expected(value) else value
 
     @abstractmethod
     def untouched(self) -> Any:

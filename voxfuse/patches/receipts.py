@@ -76,7 +76,8 @@ def table(receipts: Sequence[Receipt]) -> str:
         grid.add_column(column, justify="right" if column in ("count", "calls") else "left", overflow="fold")
     for receipt in receipts:
         fallbacks = "\n".join(f"{count}: {reason}" for reason, count in receipt.fallbacks.items())
-        idle = receipt.status == "applied" and not receipt.calls and not receipt.fallbacks
+        ran = receipt.calls or receipt.fallbacks
+        idle = {"applied": "never called", "reverted": "0"}.get(receipt.status, "")
         grid.add_row(
             receipt.fusion,
             receipt.stack,
@@ -84,7 +85,7 @@ def table(receipts: Sequence[Receipt]) -> str:
             str(receipt.count),
             receipt.status,
             receipt.backend or "",
-            "never called" if idle else str(receipt.calls),
+            str(receipt.calls) if ran else idle,
             fallbacks,
             receipt.reason or "",
         )
