@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,31 +30,37 @@ DATA = ("ordinary", "far from zero", "tiny", "constant")
 
 
 def run(suite: Suite) -> Iterator[Row]:
-    """One row for the tests, one for the sweep, one for each fault (ten at most)."""
-    yield _pytest(suite)
+    """A row for the tests marked gpu, one for the kernel tests (which run on either), one for the sweep, and one for
+    each of its faults (ten at most)."""
+    marked = ["tests/microbench/test_timer.py"] if suite.dry else _files_with_gpu_tests()
+    yield _pytest(suite, "pytest-gpu", ["-m", "gpu", *marked])
+    kernels = "tests/kernels/test_rounding.py" if suite.dry else "tests/kernels"
+    yield _pytest(suite, "pytest-kernels", [kernels, "-m", "not gpu and not aot"])
     yield from _sweep(suite)
 
 
-def _pytest(suite: Suite) -> Row:
-    result = suite.saved("pytest")
+def _pytest(suite: Suite, name: str, arguments: list[str]) -> Row:
+    result = suite.saved(name)
+    title = "pytest " + " ".join(arguments[:2])
     if result is None:
         if suite.left() < 60:
-            return Row("pytest -m gpu", NOT_REACHED, "missing")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--timeout", "120"]
-        command += ["tests/microbench/test_timer.py"] if suite.dry else _files_with_gpu_tests()
+            return Row(title, NOT_REACHED, "missing")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "120", *arguments]
+        environment = os.environ if suite.dry else os.environ | {"VOXFUSE_TEST_GPU": "1"}
+        limit = max(30.0, suite.left() - 30)
         try:
             ran = subprocess.run(
-                command, cwd=REPOSITORY, capture_output=True, text=True, timeout=max(30.0, suite.left() - 30)
+                command, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit, env=environment
             )
         except subprocess.TimeoutExpired:
-            return Row("pytest -m gpu", NOT_REACHED, "missing")
+            return Row(title, NOT_REACHED, "missing")
         result = {"status": ran.returncode, "output": (ran.stdout + ran.stderr)[-20_000:]}
         if ran.returncode == 0 or suite.dry:
-            suite.save("pytest", result)  # red tests run again next time
+            suite.save(name, result)  # red tests run again next time
         else:
             print(result["output"], flush=True)
     last_line = result["output"].strip().splitlines()[-1]
-    return Row("pytest -m gpu", last_line, "ok" if result["status"] in (0, 5) else "wrong")
+    return Row(title, last_line, "ok" if result["status"] in (0, 5) else "wrong")
 
 
 def _files_with_gpu_tests() -> list[str]:

@@ -13,7 +13,7 @@ SIGNATURE = dict.fromkeys(POINTERS, "*fp32") | dict.fromkeys(
 ) | {"lengths_ptr": "*i64", "eps": "fp32", "slope": "fp32"}  # fmt: skip
 CONFIGURATIONS = {
     "resident": ("_resident_kernel", RESIDENT_FRAMES, dict(RESIDENT_WARPS)[RESIDENT_FRAMES], 168),
-    "streaming": ("_streaming_kernel", STREAM_FRAMES, STREAM_OPTIONS["num_warps"], 64),
+    "streaming": ("_streaming_kernel", STREAM_FRAMES, dict(STREAM_OPTIONS)["num_warps"], 64),
 }  # kernel, block, warps, most registers
 LIMITS = {f"sm_{major}{minor}": {"maxnreg": limit} for (major, minor), limit in RESIDENT_REGISTERS.items()}
 

@@ -17,6 +17,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from voxfuse.kernels._launch import launch
 from voxfuse.kernels._math import merge_moments, sin_squared
 from voxfuse.kernels._op import fused_op
 from voxfuse.kernels._rounding import target
@@ -25,7 +26,7 @@ from voxfuse.kernels._triton import tl, triton
 MAX_ROW_ELEMENTS = 2**31 - 2**16  # offsets within a row are int32, and the last block may reach past its end
 RESIDENT_FRAMES = 8192  # a row up to here stays in registers between its statistics and its output
 STREAM_FRAMES = 8192  # frames of a longer row that one program holds at a time
-STREAM_OPTIONS = {"BLOCK_T": STREAM_FRAMES, "num_warps": 32}
+STREAM_OPTIONS = (("num_warps", 32),)
 RESIDENT_WARPS = ((1024, 2), (2048, 4), (RESIDENT_FRAMES, 8))  # (frames up to, warps), measured on an H200
 # Register limit of the longest resident rows by compute capability: on an H200 they take 106 registers without it, two
 # programs a multiprocessor, and 1.7 times as long.
@@ -130,8 +131,8 @@ def _streaming_kernel(
 
 
 def _output_dtype(x: torch.Tensor, style: torch.Tensor, alpha: torch.Tensor | None) -> torch.dtype:
-    dtype = torch.promote_types(x.dtype, style.dtype)
-    return dtype if alpha is None else torch.promote_types(dtype, alpha.dtype)
+    dtype = x.dtype if style.dtype == x.dtype else torch.promote_types(x.dtype, style.dtype)
+    return dtype if alpha is None or alpha.dtype == dtype else torch.promote_types(dtype, alpha.dtype)
 
 
 def unsupported(
@@ -220,14 +221,14 @@ def _fake(
 
 
 @functools.cache
-def _resident_options(frames: int, device: torch.device) -> dict[str, int]:
-    """Block size, warps and register limit of the resident kernel for a row length on a device."""
+def _resident_options(frames: int, device: torch.device) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """Block size, and warps with the register limit, of the resident kernel for a row length on a device."""
     block = max(triton.next_power_of_2(frames), 128)
-    options = {"BLOCK_T": block, "num_warps": next(warps for limit, warps in RESIDENT_WARPS if block <= limit)}
+    warps = ("num_warps", next(warps for limit, warps in RESIDENT_WARPS if block <= limit))
     if block == RESIDENT_FRAMES and target() == "cuda":
         registers = RESIDENT_REGISTERS.get(torch.cuda.get_device_capability(device))
-        return options if registers is None else options | {"maxnreg": registers}
-    return options
+        return block, (warps,) if registers is None else (warps, ("maxnreg", registers))
+    return block, (warps,)
 
 
 @fused_op(
@@ -250,16 +251,21 @@ def adain_act(
 ) -> torch.Tensor:
     """AdaIN and activation of x [rows, channels, frames]; shapes and formula in the module's docstring."""
     rows, channels, frames = x.shape
-    y = torch.empty(x.shape, dtype=_output_dtype(x, style, alpha), device=x.device)
+    dtype = _output_dtype(x, style, alpha)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return y
     if frames <= RESIDENT_FRAMES:
-        kernel, options = _resident_kernel, _resident_options(frames, x.device)
+        kernel, (block, options) = _resident_kernel, _resident_options(frames, x.device)
     else:
-        kernel, options = _streaming_kernel, STREAM_OPTIONS
-    kernel[(rows * channels,)](
-        x, y, style, weight, bias, alpha, lengths,
-        channels, frames, *x.stride(), style.stride(0), eps, slope,
-        **options,
-    )  # fmt: skip
+        kernel, block, options = _streaming_kernel, STREAM_FRAMES, STREAM_OPTIONS
+    launch(
+        kernel,
+        rows * channels,
+        (x, y, style, weight, bias, alpha, lengths),
+        (channels, frames, *x.stride(), style.stride(0)),
+        (eps, slope),
+        (block,),
+        options,
+    )
     return y
