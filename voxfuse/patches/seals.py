@@ -76,16 +76,19 @@ def _live() -> Iterator[tuple[nn.Module, str]]:
     """Every live module that is compiled or captured, or that a compiled function reaches."""
     if "torch._dynamo" not in sys.modules and not torch.cuda.is_initialized():
         return
-    is_module: dict[type, bool] = {}  # half a million objects, a few thousand types
-    for thing in gc.get_objects():
-        kind = type(thing)
-        if kind not in is_module:
-            is_module[kind] = issubclass(kind, nn.Module)
-        if is_module[kind]:
+    kinds = {nn.Module}
+    fresh = [nn.Module]
+    while fresh:
+        fresh = [kind for parent in fresh for kind in type.__subclasses__(parent) if kind not in kinds]
+        kinds.update(fresh)
+    wanted = kinds | {FunctionType}  # by exact type: the loop sees half a million objects
+    things: list[Any] = [thing for thing in gc.get_objects() if type(thing) in wanted]
+    for thing in things:
+        if type(thing) is not FunctionType:
             reason = seal(thing)
             if reason is not None:
                 yield thing, reason
-        elif kind is FunctionType and is_compiled(thing):
+        elif is_compiled(thing):
             for module in _reached(thing._torchdynamo_orig_callable):
                 yield module, COMPILED
 
