@@ -84,7 +84,7 @@ def _live() -> Iterator[tuple[nn.Module, str]]:
     wanted = kinds | {FunctionType}  # by exact type: the loop sees half a million objects
     things: list[Any] = [thing for thing in gc.get_objects() if type(thing) in wanted]
     for thing in things:
-        if type(thing) is not FunctionType:
+        if isinstance(thing, nn.Module):
             reason = seal(thing)
             if reason is not None:
                 yield thing, reason
