@@ -103,15 +103,23 @@ def test_more_than_two_to_the_31_elements():
     torch.testing.assert_close(y[:, one].double(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_host_cost_of_a_call():
-    tensors = case(100)
+def host_us(call):
+    """Least host time of a call in µs over five rounds, without waiting for the GPU."""
     best = float("inf")
-    with torch.no_grad():
-        for _ in range(5):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(400):
-                fused(tensors)
-            best = min(best, (time.perf_counter() - start) / 400 * 1e6)
-    assert best <= HOST_US, f"{best:.1f} µs a call"
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(400):
+            call()
+        best = min(best, (time.perf_counter() - start) / 400 * 1e6)
+    return best
+
+
+@torch.no_grad()
+def test_host_cost_of_a_call():
+    """25 µs on a host that launches an eager kernel in 5 µs; on a slower one (a virtual machine) in proportion."""
+    tensors = case(100)
+    limit = HOST_US * max(1.0, host_us(lambda: tensors[0] + 1.0) / 5.0)
+    cost = host_us(lambda: fused(tensors))
+    assert cost <= limit, f"{cost:.1f} µs a call, at most {limit:.1f} allowed"
     assert TALLIES.of("gpu").fallbacks == {}

@@ -50,8 +50,8 @@ def _coefficients(style_ptr, weight_ptr, bias_ptr, alpha_ptr, row, channel, C, s
 
 
 @triton.jit
-def _activated(deviation, scale, shift, alpha, slope, SNAKE: tl.constexpr):
-    y = deviation * scale + shift
+def _activated(deviation, rstd, scale, shift, alpha, slope, SNAKE: tl.constexpr):
+    y = (deviation * rstd) * scale + shift
     return y + (1.0 / alpha) * sin_squared(alpha * y) if SNAKE else tl.where(y >= 0, y, y * slope)
 
 
@@ -75,9 +75,10 @@ def _resident_kernel(
     mean = tl.sum(x, axis=0) / frames
     deviation = tl.where(valid, x - mean, 0.0)
     remainder = tl.sum(deviation, axis=0) / frames  # what rounding left of the mean
-    variance = tl.sum(deviation * deviation, axis=0) / frames - remainder * remainder
-    scale = scale / tl.sqrt_rn(variance + eps)
-    y = _activated(deviation, scale, shift - remainder * scale, alpha, slope, alpha_ptr is not None)
+    variance = tl.div_rn(tl.sum(deviation * deviation, axis=0), frames) - remainder * remainder
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    shift -= remainder * rstd * scale
+    y = _activated(deviation, rstd, scale, shift, alpha, slope, alpha_ptr is not None)
     y = tl.where(valid, y, 0.0).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + (row * C + channel) * T + t, y, mask=t < T)
 
@@ -116,14 +117,14 @@ def _streaming_kernel(
     mean += delta * (1.0 / (seen + 1.0))
     m2 += delta * (x - mean)
     total, mean, remainder, m2 = merge_moments(tl.where(valid, seen + 1.0, seen), mean, m2)
-    scale = scale / tl.sqrt_rn(m2 / tl.maximum(total, 1.0) + eps)
-    shift -= remainder * scale
-    y = _activated(x - mean, scale, shift, alpha, slope, alpha_ptr is not None)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(m2, tl.maximum(total, 1.0)) + eps))
+    shift -= remainder * rstd * scale
+    y = _activated(x - mean, rstd, scale, shift, alpha, slope, alpha_ptr is not None)
     tl.store(target + t, tl.where(valid, y, 0.0).to(y_ptr.dtype.element_ty), mask=t < T)
     for block in range(0, whole):
         t = (whole - 1 - block) * BLOCK_T + lane
         x = tl.load(source + t * stride_xt, eviction_policy="evict_first").to(tl.float32)  # [BLOCK_T]
-        y = _activated(x - mean, scale, shift, alpha, slope, alpha_ptr is not None)
+        y = _activated(x - mean, rstd, scale, shift, alpha, slope, alpha_ptr is not None)
         tl.store(target + t, y.to(y_ptr.dtype.element_ty), eviction_policy="evict_first")
     for start in range((whole + 1) * BLOCK_T, T, BLOCK_T):
         t = start + lane
