@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -85,6 +86,12 @@ def stack():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def hello(stack):
+    """HELLO spoken with seed 0."""
+    return stack.synthesize(HELLO, 0).audio
+
+
 @pytest.fixture
 def options(stack):
     """Sets options of the shared stack for one test."""
@@ -95,25 +102,25 @@ def options(stack):
 
 @slow
 @weights
-def test_a_seed_decides_the_audio_and_global_random_state_is_left_alone(stack):
+def test_a_seed_decides_the_audio_and_global_random_state_is_left_alone(stack, hello):
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    first, again, other = (stack.synthesize(HELLO, seed).audio for seed in (1, 1, 2))
+    again, other = (stack.synthesize(HELLO, seed).audio for seed in (0, 2))
     assert torch.equal(torch.get_rng_state(), before)
-    assert first.dtype == np.float32 and first.ndim == 1
-    assert np.array_equal(first, again)
-    assert first.shape == other.shape and not np.array_equal(first, other)
-    assert 0.05 < np.abs(first).max() <= 1
+    assert hello.dtype == np.float32 and hello.ndim == 1
+    assert np.array_equal(hello, again)
+    assert hello.shape == other.shape and not np.array_equal(hello, other)
+    assert 0.05 < np.abs(hello).max() <= 1
 
 
 @slow
 @weights
-def test_it_speaks_as_upstream_does(stack):
+def test_it_speaks_as_upstream_does(stack, hello):
     """KPipeline.infer of kokoro 0.9.4: model(ps, pack[len(ps) - 1], speed)."""
     styles = kokoro.find("jm_kumo").styles
-    torch.manual_seed(3)
+    torch.manual_seed(0)
     expected = stack.model(HELLO.phonemes, styles[len(HELLO.phonemes) - 1], 1)
-    assert np.array_equal(stack.synthesize(HELLO, 3).audio, expected.numpy())
+    assert np.array_equal(hello, expected.numpy())
 
 
 @slow
@@ -125,11 +132,12 @@ def test_one_phoneme(stack):
 
 @slow
 @weights
-def test_as_many_phonemes_as_the_model_takes(stack):
+def test_as_many_phonemes_as_the_model_takes(stack, options):
+    options(speed=2.0)  # half the audio to generate
     phonemes = (" ".join(text.phonemes for text in load_texts(15)))[:510]
     audio = stack.synthesize(Text(id="long", text="long", phonemes=phonemes), 0).audio
     assert len(phonemes) == 510
-    assert 20 < audio.size / stack.sample_rate < 60 and np.isfinite(audio).all()
+    assert 10 < audio.size / stack.sample_rate < 30 and np.isfinite(audio).all()
 
 
 @slow
@@ -158,38 +166,39 @@ def test_unknown_phonemes_are_left_out_with_a_warning(stack):
 @slow
 @weights
 @pytest.mark.parametrize("speed", [0.5, 2.0])
-def test_speed_divides_the_durations(stack, options, speed):
-    text = load_texts(1)[0]
-    usual = stack.synthesize(text, 0).audio
+def test_speed_divides_the_durations(stack, hello, options, speed):
     options(speed=speed)
-    changed = stack.synthesize(text, 0).audio
-    rounding = len(text.phonemes) * SAMPLES_PER_FRAME  # each phoneme's frames are rounded, and at least one
-    assert abs(changed.size - usual.size / speed) < rounding
+    changed = stack.synthesize(HELLO, 0).audio
+    rounding = (len(HELLO.phonemes) + 2) * SAMPLES_PER_FRAME  # each token's frames are rounded, and at least one
+    assert abs(changed.size - hello.size / speed) < rounding
     assert np.isfinite(changed).all()
 
 
 @slow
 @weights
-def test_stages_are_timed_only_when_asked(stack, options):
-    assert stack.synthesize(HELLO, 0).stages == {}
+def test_stages_are_timed_only_when_asked(stack, hello, options):
     options(timed=True)
+    start = time.perf_counter()
     timed = stack.synthesize(HELLO, 0)
+    wall = time.perf_counter() - start
     assert set(timed.stages) == {"text", "decoder", "generator"}
     assert all(seconds > 0 for seconds in timed.stages.values())
+    assert 0.8 * wall < sum(timed.stages.values()) <= wall
+    assert np.array_equal(timed.audio, hello)
     options(timed=False)
-    assert np.array_equal(timed.audio, stack.synthesize(HELLO, 0).audio)
+    assert stack.synthesize(HELLO, 0).stages == {}
 
 
 @slow
 @weights
-def test_an_exception_inside_the_model_leaves_it_usable(stack, options, monkeypatch):
-    expected = stack.synthesize(HELLO, 0).audio
+def test_an_exception_inside_the_model_leaves_it_usable(stack, hello, options, monkeypatch):
     options(timed=True)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(type(stack.model.decoder.generator), "forward", lambda *args: 1 / 0)
         stack.synthesize(HELLO, 0)
     assert not stack.model.decoder._forward_pre_hooks and not stack.model.decoder.generator._forward_hooks
-    assert np.array_equal(stack.synthesize(HELLO, 0).audio, expected)
+    options(timed=False)
+    assert np.array_equal(stack.synthesize(HELLO, 0).audio, hello)
 
 
 @slow
@@ -201,13 +210,13 @@ def test_weights_names_checksums(stack):
 
 @slow
 @weights
-def test_unusable_cache_folder_still_speaks(stack, monkeypatch, tmp_path):
+def test_unusable_cache_folder_still_speaks(hello, monkeypatch, tmp_path):
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("VOXFUSE_CACHE", str(tmp_path / "file" / "cache"))
     other = KokoroStack()
     with pytest.warns(UserWarning, match="kept in memory"):
         other.load("cpu")
-    assert np.array_equal(other.synthesize(HELLO, 0).audio, stack.synthesize(HELLO, 0).audio)
+    assert np.array_equal(other.synthesize(HELLO, 0).audio, hello)
 
 
 def write_hub_files(folder, voice, with_affine=True):
@@ -230,13 +239,13 @@ def write_hub_files(folder, voice, with_affine=True):
 
 @slow
 @weights
-def test_users_own_folder_without_the_untrained_affine(stack, tmp_path):
+def test_users_own_folder_without_the_untrained_affine(hello, tmp_path):
     """Upstream's checkpoint lacks the affine of AdaIN's norms, which KModel then leaves at 1 and 0."""
     write_hub_files(tmp_path / "kokoro", "am_own", with_affine=False)
     own = KokoroStack(voice="am_own")
     own.load("cpu", tmp_path / "kokoro")
     assert own.weights.startswith("kokoro/kokoro-v1_0.pth sha256:")
-    assert np.array_equal(own.synthesize(HELLO, 0).audio, stack.synthesize(HELLO, 0).audio)
+    assert np.array_equal(own.synthesize(HELLO, 0).audio, hello)
 
 
 @slow

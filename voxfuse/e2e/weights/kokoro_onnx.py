@@ -172,7 +172,8 @@ class _Graph:
 
     def lstm(self, node: Any) -> dict[str, np.ndarray]:
         """W [2, in, 4H] and R [2, H, 4H] int8 with a scale per direction; B [2, 8H] = input and recurrent biases."""
-        inputs, module = [self.constants.get(name) for name in node.input], module_name(node.name)
+        module = module_name(node.name)
+        inputs = {position: self.constants[node.input[position]] for position in (1, 2, 3, 8, 9, 10, 11)}
         result = {}
         for index, suffix in enumerate(("", "_reverse")):
             for kind, weight, scale, zero_point in (("ih", 1, 8, 9), ("hh", 2, 10, 11)):
