@@ -27,7 +27,7 @@ MAX_ROW_ELEMENTS = 2**31 - 2**16  # offsets within a row are int32, and the last
 RESIDENT_FRAMES = 8192  # a row up to here stays in registers between its statistics and its output
 STREAM_FRAMES = 8192  # frames of a longer row that one program holds at a time
 STREAM_OPTIONS = (("num_warps", 32),)
-RESIDENT_WARPS = ((1024, 2), (2048, 4), (RESIDENT_FRAMES, 8))  # (frames up to, warps), measured on an H200
+RESIDENT_WARPS = ((512, 1), (1024, 2), (2048, 4), (RESIDENT_FRAMES, 8))  # (frames up to, warps), measured on an H200
 # Register limit of the longest resident rows by compute capability: on an H200 they take 106 registers without it, two
 # programs a multiprocessor, and 1.7 times as long.
 RESIDENT_REGISTERS = {(9, 0): 80}
