@@ -279,8 +279,8 @@ AnyDocument = Hotspot | Fusion | Receipt | MicroVerdict | GateVerdict
 DocumentT = TypeVar("DocumentT", bound=Document)
 
 
-def to_json(record: Record) -> bytes:
-    """Encode one record as indented UTF-8 JSON with a final newline.
+def to_json(record: Record, indent: int = 1) -> bytes:
+    """Encode one record as UTF-8 JSON with a final newline; a negative ``indent`` puts it on one line.
 
     Raises ValueError where the record would not read back the same: JSON has no NaN and no infinity.
     """
@@ -294,7 +294,7 @@ def to_json(record: Record) -> bytes:
             f"this {type(record).__name__} does not survive JSON: it holds NaN, an infinity or a value of another type "
             "than declared; use None where a figure is missing"
         )
-    return msgspec.json.format(data, indent=1) + b"\n"
+    return msgspec.json.format(data, indent=indent) + b"\n"
 
 
 def _plain(value: object) -> str:

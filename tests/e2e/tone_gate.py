@@ -18,7 +18,7 @@ def silent(_phase, _done, _total):
 def protocol_of(sentences=COUNT, **sections):
     """The smoke protocol with changes by section, fewer sentences, a margin that these can carry, faster resampling."""
     content = json.loads(json.dumps(load_protocol("smoke", sentences=sentences).content))
-    content["wer"] |= {"margin_pp": 10.0, "ceiling_pp": 20.0, "resamples": 200}
+    content["wer"] |= {"margin_pp": 5.0, "ceiling_pp": 20.0, "resamples": 200}
     content["throughput"] |= {"block_sentences": 2, "aa_pairs": 3, "pairs": 3}
     for section, change in sections.items():
         content[section] |= change

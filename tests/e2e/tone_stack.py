@@ -20,7 +20,7 @@ RATE_HZ = 8_000
 WORD_S = 0.2
 WORDS = ("red", "green", "blue", "white", "black", "brown", "pink", "grey")
 TEXTS = tuple(
-    Text(id=f"t{index:03d}", text=" ".join(WORDS[(index + step) % len(WORDS)] for step in range(5 + index % 3)))
+    Text(id=f"t{index:03d}", text=" ".join(WORDS[(index + step) % len(WORDS)] for step in range(9 + index % 3)))
     for index in range(40)
 )
 

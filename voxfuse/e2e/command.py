@@ -117,6 +117,7 @@ def _speaker(
         raise typer.BadParameter(str(error.args[0])) from error
     notify(f"loading {stack_name}", 0, 1)
     stack.load(device, model_dir)
+    notify(f"loading {stack_name}", 1, 1)
 
     def apply(left_out: tuple[str, ...]) -> PatchSet:
         include = None if names is None else [name for name in names if name not in left_out]

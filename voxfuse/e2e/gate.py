@@ -148,7 +148,7 @@ def _metrics_table(verdict: GateVerdict) -> Table:
     table = Table(title=f"{verdict.stack} {verdict.stack_version}, protocol {verdict.protocol}", title_justify="left")
     for column, justify in (("metric", "left"), ("untouched", "right"), ("patched", "right"), ("delta", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    table.add_column("95 % interval")
+    table.add_column("95 % limits")
     table.add_column("not judged")
     for metric in verdict.metrics:
         interval = "" if metric.low is None or metric.high is None else f"{metric.low:+.4g} … {metric.high:+.4g}"

@@ -14,16 +14,19 @@ NAMED = 3  # how many offenders a guard's detail names
 
 
 def verdict_of(guards: Iterable[Guard]) -> tuple[GateOutcome, tuple[str, ...]]:
-    """The worst outcome of the guards, in the order fail, inconclusive, not-judged, pass; and the reasons."""
+    """The worst outcome of the guards (fail, inconclusive, not-judged, pass), and the reasons, those alike in one."""
     found = list(guards)
     order: tuple[GateOutcome, ...] = ("fail", "inconclusive", "not-judged")
     outcome: GateOutcome = "pass"
     for item in reversed(order):
         if any(guard.outcome == item for guard in found):
             outcome = item
-    reasons = tuple(
-        f"{guard.outcome}: {guard.name}: {guard.detail}" for item in order for guard in found if guard.outcome == item
-    )
+    named: dict[tuple[GateOutcome, str], list[str]] = {}
+    for item in order:
+        for guard in found:
+            if guard.outcome == item:
+                named.setdefault((item, guard.detail), []).append(guard.name)
+    reasons = tuple(f"{item}: {', '.join(names)}: {detail}" for (item, detail), names in named.items())
     return outcome, reasons
 
 
@@ -68,41 +71,33 @@ def completeness(spoken: int, expected: int, stopped_early: bool) -> Guard:
 
 
 def fidelity(utterances: Sequence[Utterance], rules: FidelityRules) -> list[Guard]:
-    """Tier 0: the worst case per utterance, and the median SNR over utterances that are not identical."""
+    """Tier 0: the worst case per utterance, and the medians over utterances that are not identical."""
     broken = {}
     for item in utterances:
         reason = fidelity_violation(item.baseline, item.patched, item.snr_db, item.log_spectrum_l1, rules)
         if reason is not None:
             broken[item.id] = reason
-    median_name = "fidelity, median SNR"
-    ratios = [item.snr_db for item in utterances if item.snr_db is not None]
     compared = [item for item in utterances if item.baseline.audio_sha256 and item.patched.audio_sha256]
     identical = sum(item.baseline.audio_sha256 == item.patched.audio_sha256 for item in compared)
     same = f"{identical} of {len(compared)} bit-identical"
-    worst = Guard(
-        name="fidelity, worst",
-        value=len(broken),
-        limit=0,
-        outcome="fail" if broken else "pass" if compared else "inconclusive",
-        detail=_offenders(broken) or same,
-    )
-    if not ratios:
-        outcome: GateOutcome = "pass" if identical else "inconclusive"
-        return [
-            worst,
-            Guard(name="fidelity, median SNR", value=None, limit=rules.snr_db_median, outcome=outcome, detail=same),
-        ]
-    median = float(np.median(ratios))
-    return [
-        worst,
-        Guard(
-            name=median_name,
-            value=median,
-            limit=rules.snr_db_median,
-            outcome="pass" if median >= rules.snr_db_median else "fail",
-            detail=f"{median:.1f} dB over {len(ratios)} that differ, {same}",
-        ),
+    worst: GateOutcome = "fail" if broken else "pass" if compared else "inconclusive"
+    guards = [
+        Guard(name="fidelity, worst", value=len(broken), limit=0, outcome=worst, detail=_offenders(broken) or same)
     ]
+    ratios = [item.snr_db for item in utterances if item.snr_db is not None]
+    distances = [item.log_spectrum_l1 for item in utterances if item.log_spectrum_l1 is not None]
+    for name, values, limit, sign in (
+        ("fidelity, median SNR", ratios, rules.snr_db_median, 1),
+        ("fidelity, median log-spectrum L1", distances, rules.log_spectrum_l1_median, -1),
+    ):
+        outcome: GateOutcome = "pass" if identical else "inconclusive"
+        median = float(np.median(values)) if values else None
+        if median is not None:
+            outcome = "pass" if sign * median >= sign * limit else "fail"
+        guards.append(
+            Guard(name=name, value=median, limit=limit, outcome=outcome, detail=f"{len(values)} differ, {same}")
+        )
+    return guards
 
 
 def rows_valid(utterances: Sequence[Utterance], transcribed: bool) -> Guard:

@@ -22,11 +22,12 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class FidelityRules(Record, frozen=True, kw_only=True):
-    """Tier 0. Bounds on samples that are not identical; an utterance beyond a worst-case bound ends the run early
-    where ``stop_early`` is set, since the verdict cannot change any more."""
+    """Tier 0. Bounds on samples that are not identical, for the median and for every single utterance; one beyond a
+    worst-case bound ends the run early where ``stop_early`` is set, since the verdict cannot change any more."""
 
     snr_db_median: float
     snr_db_worst: float
+    log_spectrum_l1_median: Positive
     log_spectrum_l1_worst: Positive
     stop_early: bool
 

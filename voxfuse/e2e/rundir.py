@@ -7,7 +7,7 @@ so that speaking and scoring can happen on two machines.
     audio/SHA256.flac   every distinct audio, 24 bit; named by the hash of its float32 samples
     timings.jsonl       timed pairs of blocks (GPU)
     memory.jsonl        peak memory of each arm in a process of its own (GPU)
-    receipts.jsonl      the patch set's receipts, a batch per session
+    receipts.jsonl      the patch set's receipts, with the calls of each pair
     transcripts.jsonl   what each ASR heard, by audio hash
     verdict.json        the verdict
 
@@ -169,7 +169,7 @@ class RunDirectory:
         return {row.arm: row.peak_bytes for row in _rows(self.path / "memory.jsonl", PeakMemory)}
 
     def receipts(self) -> tuple[Receipt, ...]:
-        """One receipt per fusion and target; calls and fallbacks are summed over the sessions of the run."""
+        """One receipt per fusion and target; calls and fallbacks are summed over the pairs spoken."""
         merged: dict[tuple[str, str], Receipt] = {}
         for row in _rows(self.path / "receipts.jsonl", Receipt):
             key = (row.fusion, row.target)
@@ -191,7 +191,7 @@ class RunDirectory:
     def append(self, file: str, rows: Iterable[Record]) -> None:
         """Append rows to one of the ``.jsonl`` files in one write, and wait until they are on disk."""
         path = self.path / file
-        data = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+        data = b"".join(to_json(row, indent=-1) for row in rows)
         with path.open("r+b" if path.exists() else "x+b") as stream:
             stream.seek(_whole_lines(path))  # over a torn last line
             stream.truncate()
