@@ -40,6 +40,7 @@ class PatchSet:
         self._sites = {id(entry): list(sites) for entry, sites in applied}
         self._models = [weakref.ref(model) for model in models]
         self._file = file
+        self._paused_before = False
         if file is not None:
             file.write(self.receipts)
             atexit.register(lambda: file.write(self.receipts))
@@ -99,6 +100,8 @@ class PatchSet:
         """Run upstream's own code at every target of this set, in the whole process, keeping packed weights.
 
         Other sets on the same targets pause with it. Raises PatchError where somebody else has replaced a target since.
+        Compiled models, which a pause cannot reach, are looked for at a set's first pause only: the search takes up to
+        0.4 s, and a gate pauses at every utterance.
         """
         with LOCK:
             sites = list(dict.fromkeys(site for sites in self._sites.values() for site in sites))
@@ -106,7 +109,9 @@ class PatchSet:
                 intruder = site.intruder()
                 if intruder is not None:
                     raise PatchError(f"cannot pause: {site.name} has been replaced by {origin(intruder)} since")
-            self._warn_of_compiled()
+            if not self._paused_before:
+                self._warn_of_compiled()
+                self._paused_before = True
             for site in sites:
                 site.pause()
         try:
