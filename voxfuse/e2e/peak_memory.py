@@ -31,7 +31,10 @@ def measure_peak_memory(run: RunDirectory, model_dir: Path | None) -> None:
         command = [sys.executable, "-m", "voxfuse.e2e.peak_memory", str(run.path), arm]
         if model_dir is not None:
             command += ["--model-dir", str(model_dir)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise MeasurementFailed(f"peak memory of the {arm} arm: no result within {TIMEOUT_S} s") from error
         if done.returncode != 0:
             raise MeasurementFailed(f"peak memory of the {arm} arm: {done.stderr.strip()[-2000:]}")
 
