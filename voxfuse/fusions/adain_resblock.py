@@ -66,9 +66,9 @@ def adain_snake_resblock(block: nn.Module, x: torch.Tensor, style: torch.Tensor,
     projected = iter(styles(block, norms, style))
     stages = zip(block.convs1, block.convs2, block.adain1, block.adain2, block.alpha1, block.alpha2, strict=True)
     for conv1, conv2, adain1, adain2, alpha1, alpha2 in stages:
-        y = conv1(_adain(adain1, x, next(projected), alpha1, 0.0, run))
-        y = conv2(_adain(adain2, y, next(projected), alpha2, 0.0, run))
-        x = y + x
+        style1, style2 = next(projected), next(projected)
+        # No intermediate has a name: each must be freed before the next convolution, or the peak memory rises.
+        x = conv2(_adain(adain2, conv1(_adain(adain1, x, style1, alpha1, 0.0, run)), style2, alpha2, 0.0, run)) + x
     return x
 
 
