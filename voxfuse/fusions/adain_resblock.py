@@ -8,6 +8,7 @@ product. Source: AdaINResBlock1.forward and AdainResBlk1d._residual in kokoro/is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ ADAIN_LEAKY_RELU = Fusion(
 )
 
 
-def unsupported(block: nn.Module, norms: Sequence[nn.Module], *inputs: torch.Tensor) -> str | None:
+def unsupported(block: nn.Module, norms: Sequence[Any], *inputs: torch.Tensor) -> str | None:
     """Why a block with these AdaIN modules (``fc``: Linear, ``norm``: InstanceNorm1d) cannot be fused, or None."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *block.parameters())):
         return "a gradient is needed; call under torch.no_grad() or torch.inference_mode()"
@@ -48,7 +49,7 @@ def unsupported(block: nn.Module, norms: Sequence[nn.Module], *inputs: torch.Ten
     return None
 
 
-def styles(block: nn.Module, norms: Sequence[nn.Module], style: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def styles(block: nn.Module, norms: Sequence[Any], style: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """γ and β of every norm of a block, each [rows, 2·channels], from style [rows, style_dim] in one matrix product."""
     projections = [norm.fc for norm in norms]
     weight, bias = pack(
@@ -60,7 +61,7 @@ def styles(block: nn.Module, norms: Sequence[nn.Module], style: torch.Tensor) ->
     return F.linear(style, weight, bias).split([fc.out_features for fc in projections], dim=1)
 
 
-def adain_snake_resblock(block: nn.Module, x: torch.Tensor, style: torch.Tensor, run: Run) -> torch.Tensor:
+def adain_snake_resblock(block: Any, x: torch.Tensor, style: torch.Tensor, run: Run) -> torch.Tensor:
     """AdaINResBlock1: three times x + conv2(snake(adain2(conv1(snake(adain1(x)))))); x [rows, channels, frames]."""
     norms = [norm for pair in zip(block.adain1, block.adain2, strict=True) for norm in pair]
     projected = iter(styles(block, norms, style))
@@ -72,7 +73,7 @@ def adain_snake_resblock(block: nn.Module, x: torch.Tensor, style: torch.Tensor,
     return x
 
 
-def adain_leaky_relu_residual(block: nn.Module, x: torch.Tensor, style: torch.Tensor, run: Run) -> torch.Tensor:
+def adain_leaky_relu_residual(block: Any, x: torch.Tensor, style: torch.Tensor, run: Run) -> torch.Tensor:
     """AdainResBlk1d._residual: conv2(act(adain2(conv1(pool(act(adain1(x))))))); x [rows, channels, frames]."""
     slope = block.actv.negative_slope
     style1, style2 = styles(block, [block.norm1, block.norm2], style)
@@ -83,7 +84,7 @@ def adain_leaky_relu_residual(block: nn.Module, x: torch.Tensor, style: torch.Te
 
 
 def _adain(
-    module: nn.Module, x: torch.Tensor, style: torch.Tensor, alpha: torch.Tensor | None, slope: float, run: Run
+    module: Any, x: torch.Tensor, style: torch.Tensor, alpha: torch.Tensor | None, slope: float, run: Run
 ) -> torch.Tensor:
     norm = module.norm
     return adain_act(x, style, norm.weight, norm.bias, alpha, None, norm.eps, slope, run=run)
