@@ -32,16 +32,18 @@ class Planted:
 
     def __init__(self, model: torch.nn.Module, plant: Plant) -> None:
         self._model, self._plant = model, plant
+        self._planted = 0
         self._on()
 
     def _on(self) -> None:
+        self._planted += 1
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self._plant(self._model))
 
     @property
     def receipts(self) -> tuple[Receipt, ...]:
         same = {"fusion": "planted", "stack": "kokoro", "target": "planted", "count": 1, "status": "applied"}
-        return (Receipt(calls=1, process_id=os.getpid(), **same),)
+        return (Receipt(calls=self._planted, process_id=os.getpid(), **same),)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

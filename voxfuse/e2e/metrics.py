@@ -127,17 +127,20 @@ def device_metrics(blocks: Sequence[Block]) -> list[Metric]:
 
 
 def stage_metrics(utterances: Sequence[Utterance], not_judged: str | None) -> list[Metric]:
-    """Mean seconds per stage over the outputs that report it, timers synchronised, and what no stage accounts for."""
+    """Median seconds per stage over the outputs that report it, timers synchronised, and what no stage accounts for.
+
+    The median, because an output may compile a kernel for a new shape.
+    """
     stages = list(dict.fromkeys(name for item in utterances for name in item.baseline.stages_s))
     sound = [item for item in utterances if item.baseline.stages_s and item.patched.stages_s]
     metrics = []
     for name in stages if sound else []:
-        baseline = float(np.mean([item.baseline.stages_s.get(name, 0.0) for item in sound]))
-        patched = float(np.mean([item.patched.stages_s.get(name, 0.0) for item in sound]))
+        baseline = float(np.median([item.baseline.stages_s.get(name, 0.0) for item in sound]))
+        patched = float(np.median([item.patched.stages_s.get(name, 0.0) for item in sound]))
         metrics.append(paired_metric(f"stage {name}", "s", baseline, patched, not_judged=not_judged))
     if sound:
         overhead = [
-            float(np.mean([sum(arm(item).wall_s) - sum(arm(item).stages_s.values()) for item in sound]))
+            float(np.median([sum(arm(item).wall_s) - sum(arm(item).stages_s.values()) for item in sound]))
             for arm in (lambda item: item.baseline, lambda item: item.patched)
         ]
         metrics.append(paired_metric("copy and framework overhead", "s", *overhead, not_judged=not_judged))

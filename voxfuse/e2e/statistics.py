@@ -16,7 +16,7 @@ counts one edit for each that got worse, so few changes seldom prove harm.
 The one assumption is m. Without it nothing can be shown from 200 sentences (a change of every word in the 1.5 % of
 clusters that may lurk unseen would be 1.5 pp). It holds because both arms have passed the fidelity tier: the samples
 are equal or nearly so, so the transcriber changes its mind about single words at a decision boundary.
-``edits_per_change`` is declared in the protocol, with the measurement that it rests on.
+``edits_per_change`` is declared in the protocol.
 
 A verdict after the one extension that a protocol may declare is taken at the same level; two looks at 5 % reject a true
 H0 with at most 10 %.
