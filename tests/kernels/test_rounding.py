@@ -4,24 +4,11 @@ import numpy as np
 import pytest
 import torch
 from aot import Request, compile_ahead
+from rounding_kernels import product_and_sum, to_tf32
 
-from voxfuse.kernels._rounding import add_rn, mul_rn, round_tf32, target
-from voxfuse.kernels._triton import tl, triton
+from voxfuse.kernels._rounding import target
 
 BLOCK = 64
-
-
-@triton.jit
-def product_and_sum(a_ptr, b_ptr, c_ptr, out_ptr, TARGET: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    product = mul_rn(tl.load(a_ptr + i), tl.load(b_ptr + i), TARGET)
-    tl.store(out_ptr + i, add_rn(product, tl.load(c_ptr + i), TARGET))
-
-
-@triton.jit
-def to_tf32(x_ptr, out_ptr, TARGET: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(out_ptr + i, round_tf32(tl.load(x_ptr + i), TARGET))
 
 
 def test_product_and_sum_round_separately(device):
@@ -56,7 +43,7 @@ def test_instructions(gpu, twin):
     made = compile_ahead(
         [
             Request(
-                kernel=f"test_rounding:{kernel}",
+                kernel=f"rounding_kernels:{kernel}",
                 signature=pointers,
                 constants={"TARGET": twin, "BLOCK": BLOCK},
                 warps=1,

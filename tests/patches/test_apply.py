@@ -199,7 +199,8 @@ def test_strict(toy: ToyStack) -> None:
     assert {receipt.status for receipt in apply("toyvoice").receipts} == {"skipped"}
     with pytest.raises(PatchError, match=f"toy_norm on {toy.norm_target}: upstream changed"):
         apply("toyvoice", strict=True)
-    assert apply(strict=True).receipts  # found by default, not asked for: skipped
+    with apply(strict=True) as patches:
+        assert patches.receipts  # found by default, not asked for: skipped
     with pytest.raises(PatchError, match="toy_norm"):
         apply(strict=True, include=["toy_norm"])
     with pytest.raises(PatchError, match="toy_norm: no target has it"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import warnings
 from types import ModuleType
 
 import torch
 
+import voxfuse
 from voxfuse.patches.kokoro import KOKORO
 
 
@@ -32,3 +34,12 @@ MODEL_PARTS = {
     "AdaINResBlock1": (lambda: _quiet("AdaINResBlock1", 8), _inputs),
     "AdainResBlk1d": (lambda: _quiet("AdainResBlk1d", 8, 4, upsample=True), _inputs),
 }
+
+
+def speak_in_child(answers: multiprocessing.Queue) -> None:
+    """What a server's stage worker does: patch, run, report. Here, where a spawned process can import it."""
+    patches = voxfuse.apply_patches("kokoro", policy="all", backend="reference", include=["adain_snake"])
+    build, inputs = MODEL_PARTS["AdaINResBlock1"]
+    with torch.no_grad():
+        build().eval()(*inputs())
+    answers.put([receipt for receipt in patches.receipts if receipt.fusion == "adain_snake"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kokoro_parts import speak_in_child
 from toystack import ToyStack
 
 from voxfuse.patches.engine import apply_patches
@@ -62,20 +63,6 @@ def test_stale_copies_of_a_patched_function(toy: ToyStack, imported: str) -> Non
     toy.module("user").speak(torch.ones(1))
     assert len(calls) == 1
     assert toy.module("user").louder is toy.layers.gain
-
-
-def speak_in_child(answers: multiprocessing.Queue) -> None:
-    """What a server's stage worker does: import, patch, run, report."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    import kokoro_parts
-
-    import voxfuse
-
-    patches = voxfuse.apply_patches("kokoro", policy="all", backend="reference", include=["adain_snake"])
-    build, inputs = kokoro_parts.MODEL_PARTS["AdaINResBlock1"]
-    with torch.no_grad():
-        build().eval()(*inputs())
-    answers.put([receipt for receipt in patches.receipts if receipt.fusion == "adain_snake"])
 
 
 @pytest.mark.slow
