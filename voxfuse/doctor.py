@@ -23,7 +23,7 @@ from voxfuse.e2e.weights.cache import cache_folder
 from voxfuse.evidence import ledger
 from voxfuse.kernels._op import backend_unavailable
 from voxfuse.kernels._triton import TRITON_VERSION
-from voxfuse.patches import registry, switches
+from voxfuse.patches import PatchError, registry, switches
 from voxfuse.patches.guards import installed_version
 from voxfuse.profiles.nvml import driver_version
 from voxfuse.records import Receipt, Record
@@ -75,7 +75,11 @@ def examine() -> Diagnosis:
         warnings.simplefilter("always")
         findings.append(Finding(subject="ledger", value=f"{len(ledger.load())} verdicts"))
         if not any(finding.subject == VARIABLES[0] and finding.state == "problem" for finding in findings):
-            receipts = tuple(voxfuse.apply_patches(dry_run=True).receipts)
+            try:
+                receipts = tuple(voxfuse.apply_patches(dry_run=True).receipts)
+            except PatchError as error:  # VOXFUSE_STRICT=1: what it refuses is a finding here
+                advice = "unset VOXFUSE_STRICT to see every receipt"
+                findings.append(Finding(subject="strict", value=str(error), state="problem", advice=advice))
     said = dict.fromkeys(str(warning.message) for warning in warned)
     findings += [Finding(subject="warning", value="", state="note", advice=message) for message in said]
     return Diagnosis(findings=tuple(findings), receipts=receipts)

@@ -68,6 +68,12 @@ def micro(
     return msgspec.structs.replace(verdict, **changes)
 
 
+GUARD = records.Guard(name="WER ceiling", value=1.0, limit=6.0, outcome="pass")
+RECEIPT = records.Receipt(
+    fusion=FUSION.name, stack="kokoro", target="m:C.forward", count=1, status="applied", backend="triton", process_id=1
+)
+
+
 def gate(
     verdict: records.GateOutcome = "pass", *, capability: str | None = HOPPER, day: int = 1, **changes: Any
 ) -> records.GateVerdict:
@@ -84,8 +90,8 @@ def gate(
         workload={},
         repetitions=10,
         metrics=(),
-        guards=(),
-        receipts=(),
+        guards=(GUARD,),
+        receipts=(RECEIPT,),
         utterances=(),
         verdict=verdict,
         reasons=("WER",),
@@ -102,6 +108,27 @@ def judge(
 
 
 PROVEN = (micro(), micro("neutral", name="small", bytes_moved=499), gate())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"protocol": "lax"},
+        {"protocol": "full, 7 sentences"},
+        {"guards": ()},
+        {"guards": (GUARD, msgspec.structs.replace(GUARD, outcome="fail"))},
+        {"receipts": ()},
+        {"receipts": (msgspec.structs.replace(RECEIPT, backend="reference"),)},
+        {"weights": "random, seed 0"},
+    ],
+)
+def test_a_pass_that_proves_nothing_does_not_count(changes: dict[str, Any]) -> None:
+    assert not judge(micro(), gate(**changes)).accepted
+    assert not judge(micro(), gate("fail", day=1), gate(day=2, **changes)).accepted
+
+
+def test_a_failed_smoke_run_does_not_outrank_a_full_pass() -> None:
+    assert judge(*PROVEN, gate("fail", day=2, protocol="smoke")).accepted
 
 
 def test_both_judges_agreeing_is_accepted() -> None:

@@ -66,6 +66,15 @@ def test_garbage_behind_the_valid_length_changes_nothing(device, run):
     assert torch.equal(adain_act(*tensors, lengths, EPS, SLOPE, run=run), clean)
 
 
+@pytest.mark.parametrize("frames", [300, STREAM_FRAMES + 300])
+def test_lengths_outside_the_row_are_kept_within_it(frames, device, run):
+    tensors = case(2, 2, frames, snake=True, device=device)
+    wild = torch.tensor([10 * frames, -5], device=device)
+    kept = torch.tensor([frames, 0], device=device)
+    assert torch.equal(adain_act(*tensors, wild, EPS, SLOPE, run=run), adain_act(*tensors, kept, EPS, SLOPE, run=run))
+    assert "int32 or int64" in adain_act.unsupported(*tensors, kept.float(), EPS, SLOPE)
+
+
 def test_lengths_in_int32_and_int64_agree(device, run):
     tensors = case(2, 2, 64, snake=True, device=device)
     lengths = torch.tensor([64, 10], device=device)

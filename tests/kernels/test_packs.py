@@ -57,3 +57,11 @@ def test_weights_made_in_inference_mode():
     with torch.inference_mode():
         doubled = Counted(torch.nn.Linear(3, 3))
         assert torch.equal(doubled(), doubled.module.weight * 2)
+
+
+def test_inference_weights_given_new_values_are_packed_anew():
+    with torch.inference_mode():
+        doubled = Counted(torch.nn.Linear(3, 3))
+        doubled()
+        doubled.module.load_state_dict(torch.nn.Linear(3, 3).state_dict())
+        assert torch.equal(doubled(), doubled.module.weight * 2)

@@ -1,6 +1,7 @@
 """torch.compile, inference mode and autograd modes after patching."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -65,3 +66,28 @@ def test_inference_modes(toy: ToyStack, mode) -> None:
     with mode(), apply("toyvoice", backend="interpreter") as patches:
         torch.testing.assert_close(model(x), expected)
         assert (patches.receipts[0].calls, patches.receipts[0].fallbacks) == (2, {})
+
+
+def test_looking_for_compiled_models_disturbs_no_other_thread(toy: ToyStack) -> None:
+    """``gc.get_objects`` would hold half-built tuples of other threads, which then raise SystemError."""
+
+    toy.use(*toy.all_patches)
+    faults: list[BaseException] = []
+    done = threading.Event()
+
+    def bystander() -> None:
+        while not done.is_set():
+            try:
+                tuple(i for i in range(400))
+            except SystemError as error:
+                faults.append(error)
+
+    thread = threading.Thread(target=bystander)
+    thread.start()
+    try:
+        for _ in range(5):
+            apply("toyvoice").revert()
+    finally:
+        done.set()
+        thread.join()
+    assert not faults

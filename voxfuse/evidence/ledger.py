@@ -11,7 +11,9 @@ micro
     compared with the arm ``eager`` (what the stack itself runs), none lost to it, and every *large* case won. A case
     is large when it moves at least half the bytes of the largest case; small cases may be neutral.
 end to end
-    The newest decisive gate verdict (``pass`` or ``fail``) per GPU model whose fusions include it is a pass, on the
+    The newest decisive gate verdict per GPU model whose fusions include it is a pass. Decisive are a ``fail`` of the
+    protocol ``full``, and a ``pass`` of it with real weights, passed guards and kernels that ran (receipts of backend
+    ``triton``). It must be of the
     same release series of the stack (equal but for the last version component: 0.9.4 speaks for 0.9.*; the patches'
     source hashes guard the code itself). Where no real weights were to be had (``weights`` begins with ``random``) the
     newest verdict that decided nothing but whose fidelity guards (names beginning with ``fidelity``) all passed counts
@@ -43,6 +45,7 @@ SHIPPED = Path(__file__).parent / "records"
 USER_FOLDER_VARIABLE = "VOXFUSE_LEDGER"
 OWN_BASELINE = "eager"
 NO_REAL_WEIGHTS = "random"
+DECISIVE_PROTOCOL = "full"
 FIDELITY_GUARDS = "fidelity"
 LARGE_SHARE = 0.5  # of the bytes that the largest case moves
 MAX_BYTES = 64 << 20  # a full gate verdict is below 1 MB
@@ -212,7 +215,7 @@ def _micro(verdicts: list[MicroVerdict]) -> _Finding:
 
 
 def _gate(verdicts: list[GateVerdict]) -> _Finding:
-    decisive = [verdict for verdict in verdicts if verdict.verdict in ("pass", "fail")]
+    decisive = [verdict for verdict in verdicts if verdict.verdict in ("pass", "fail") and _is_decisive(verdict)]
     for verdict in (newest := _newest(decisive, key=lambda verdict: verdict.environment.gpu)):
         if verdict.verdict == "fail":
             reasons = "; ".join(verdict.reasons) or "no reason given"
@@ -227,6 +230,18 @@ def _gate(verdicts: list[GateVerdict]) -> _Finding:
     if newest:
         return _Finding(True, "fidelity tier passed, no real weights", fidelity_only=True)
     return _Finding(None, "no gate verdict")
+
+
+def _is_decisive(verdict: GateVerdict) -> bool:
+    """Whether a gate verdict decides: of the full protocol; a pass also needs passed guards, real weights and kernels
+    that ran."""
+    if verdict.protocol != DECISIVE_PROTOCOL:
+        return False
+    if verdict.verdict == "fail":
+        return True
+    sound = bool(verdict.guards) and all(guard.outcome == "pass" for guard in verdict.guards)
+    fused = any(receipt.backend == "triton" for receipt in verdict.receipts if receipt.status == "applied")
+    return sound and fused and not verdict.weights.startswith(NO_REAL_WEIGHTS)
 
 
 def _newest(verdicts: list[VerdictT], key: Callable[[VerdictT], Hashable]) -> list[VerdictT]:

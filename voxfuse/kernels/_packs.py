@@ -1,8 +1,10 @@
 """Packed weights: derived tensors that live beside a module, never in place of its parameters.
 
 A pack is keyed by (data pointer, version, dtype, device) of the tensors that it was made from and rebuilt when any of
-them changes, so ``.to()``, ``load_state_dict`` and in-place edits need no hook. Held weakly by module: state_dict,
-pickle and deepcopy never see packs, and a copied module packs for itself.
+them changes, so ``.to()``, ``load_state_dict`` and in-place edits need no hook; it holds the sources' storages, so that
+an address cannot come back with other contents. Inference tensors have no version and are packed anew at every call.
+One edit cannot be seen: in place through ``parameter.data``, which torch itself does not count. Held weakly by module:
+state_dict, pickle and deepcopy never see packs, and a copied module packs for itself.
 """
 
 from __future__ import annotations
@@ -16,18 +18,19 @@ import torch
 
 PackT = TypeVar("PackT")
 
-_packs: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[tuple[Any, ...], Any]]] = WeakKeyDictionary()
+_packs: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[tuple[Any, ...], Any, list[Any]]]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    version = None if tensor.is_inference() else tensor._version  # inference tensors do not track versions
-    return tensor.data_ptr(), version, tensor.dtype, tensor.device
+    return tensor.data_ptr(), tensor._version, tensor.dtype, tensor.device
 
 
 def pack(module: torch.nn.Module, name: str, sources: Sequence[torch.Tensor], build: Callable[[], PackT]) -> PackT:
     """``build()`` from ``sources``, remembered beside ``module`` under ``name`` until a source changes."""
     if torch.compiler.is_compiling():  # a traced graph holds the derivation itself
+        return build()
+    if any(source.is_inference() for source in sources):
         return build()
     key = tuple(_key(source) for source in sources)
     with _lock:
@@ -37,5 +40,5 @@ def pack(module: torch.nn.Module, name: str, sources: Sequence[torch.Tensor], bu
     with torch.no_grad():
         built = build()
     with _lock:
-        _packs.setdefault(module, {})[name] = (key, built)
+        _packs.setdefault(module, {})[name] = (key, built, [source.untyped_storage() for source in sources])
     return built

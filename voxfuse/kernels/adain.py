@@ -35,6 +35,12 @@ FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
+def _valid_length(lengths_ptr, row, T):
+    """A row's valid frames, kept within [0, T]: the host cannot check what lies on the device."""
+    return tl.minimum(tl.maximum(tl.load(lengths_ptr + row), 0), T).to(tl.int32)
+
+
+@triton.jit
 def _coefficients(style_ptr, weight_ptr, bias_ptr, alpha_ptr, row, channel, C, stride_style):
     """Scale (1 + γ) · w, shift (1 + γ) · b + β, and Snake's alpha of one (row, channel)."""
     gain = 1.0 + tl.load(style_ptr + row * stride_style + channel).to(tl.float32)
@@ -64,7 +70,7 @@ def _resident_kernel(
     """One program a (row, channel): the row is read once and stays in registers."""
     row = (tl.program_id(0) // C).to(tl.int64)
     channel = (tl.program_id(0) % C).to(tl.int64)
-    length = T if lengths_ptr is None else tl.load(lengths_ptr + row).to(tl.int32)
+    length = T if lengths_ptr is None else _valid_length(lengths_ptr, row, T)
     scale, shift, alpha = _coefficients(style_ptr, weight_ptr, bias_ptr, alpha_ptr, row, channel, C, stride_style)
     t = tl.arange(0, BLOCK_T)
     valid = t < length
@@ -95,7 +101,7 @@ def _streaming_kernel(
     """
     row = (tl.program_id(0) // C).to(tl.int64)
     channel = (tl.program_id(0) % C).to(tl.int64)
-    length = T if lengths_ptr is None else tl.load(lengths_ptr + row).to(tl.int32)
+    length = T if lengths_ptr is None else _valid_length(lengths_ptr, row, T)
     scale, shift, alpha = _coefficients(style_ptr, weight_ptr, bias_ptr, alpha_ptr, row, channel, C, stride_style)
     source = x_ptr + row * stride_xb + channel * stride_xc
     target = y_ptr + (row * C + channel) * T
@@ -163,8 +169,10 @@ def unsupported(
         return "weight and bias must be given together"
     if any(p is not None and (p.numel() != channels or not p.is_contiguous()) for p in (weight, bias, alpha)):
         return f"weight, bias and alpha must be contiguous with {channels} elements"
-    if lengths is not None and (lengths.shape != (rows,) or not lengths.is_contiguous()):
-        return f"lengths must be contiguous [{rows}], got {tuple(lengths.shape)}"
+    if lengths is not None and (
+        lengths.shape != (rows,) or not lengths.is_contiguous() or lengths.dtype not in (torch.int32, torch.int64)
+    ):
+        return f"lengths must be contiguous int32 or int64 [{rows}], got {lengths.dtype} {tuple(lengths.shape)}"
     return None
 
 
@@ -181,7 +189,7 @@ def reference(
     """The upstream chain; with ``lengths``, row by row on the row's valid frames."""
     if lengths is not None:
         y = x.new_zeros(x.shape, dtype=_output_dtype(x, style, alpha))
-        for row, length in enumerate(lengths.tolist()):
+        for row, length in enumerate(lengths.clamp(0, x.shape[2]).tolist()):
             if length > 1:
                 one = slice(row, row + 1)
                 y[one, :, :length] = reference(x[one, :, :length], style[one], weight, bias, alpha, None, eps, slope)

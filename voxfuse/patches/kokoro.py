@@ -5,7 +5,8 @@ Targets are classes, so ``KModel`` and bare ``Decoder`` or ``Generator`` users a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ SNAKE_BLOCK = "kokoro.istftnet:AdaINResBlock1.forward"
 LEAKY_RELU_BLOCK = "kokoro.istftnet:AdainResBlk1d._residual"
 
 
+def _foreign(norms: Sequence[Any]) -> str | None:
+    """Why AdaIN modules are not upstream's own as they were tested, or None."""
+    upstream = sys.modules["kokoro.istftnet"].AdaIN1d
+    for norm in norms:
+        if type(norm) is not upstream:
+            return f"AdaIN is {type(norm).__name__}, expected upstream's AdaIN1d"
+    return None
+
+
 def _count_fallback(run: Run, reason: str) -> None:
     if not torch.compiler.is_compiling():
         TALLIES.add(run.receipt, fallback=reason)
@@ -28,7 +38,8 @@ def _count_fallback(run: Run, reason: str) -> None:
 
 def _snake_block(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
     def forward(self: Any, x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        reason = adain_resblock.unsupported(self, [*self.adain1, *self.adain2], x, s)
+        norms = [*self.adain1, *self.adain2]
+        reason = _foreign(norms) or adain_resblock.unsupported(self, norms, x, s)
         if reason is not None:
             _count_fallback(run, reason)
             return original(self, x, s)
@@ -39,7 +50,8 @@ def _snake_block(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
 def _leaky_relu_block(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
     def _residual(self: Any, x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        reason = adain_resblock.unsupported(self, [self.norm1, self.norm2], x, s)
+        norms = [self.norm1, self.norm2]
+        reason = _foreign(norms) or adain_resblock.unsupported(self, norms, x, s)
         if type(self.actv) is not nn.LeakyReLU:
             reason = f"the activation is {type(self.actv).__name__}, expected LeakyReLU"
         if reason is not None:

@@ -60,7 +60,7 @@ class Planner:
             try:
                 stack.load()
             except Exception as error:  # whatever a broken installation raises, the other stacks must go on
-                problem = Why.ABSENT, _not_importable(stack, error)
+                problem = (Why.FAILED if explicit else Why.ABSENT), _not_importable(stack, error)
         if problem is not None:
             return [scope.skip(patch, *problem) for patch in stack.patches]
         return [self._patch(scope, patch, self._class_owner) for patch in stack.patches]

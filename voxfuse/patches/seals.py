@@ -6,13 +6,13 @@ import functools
 import gc
 import sys
 from collections.abc import Iterator
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 COMPILED = "already compiled: apply voxfuse before torch.compile, or revert and compile again"
+WRAPPERS = {"compile_wrapper", "_fn", "new_fwd", "functionalized"}  # what torch names the functions it returns
 CAPTURED = "captured in a CUDA graph: apply voxfuse before the capture"
 
 
@@ -73,24 +73,41 @@ def origin(value: Any) -> str:
 
 
 def _live() -> Iterator[tuple[nn.Module, str]]:
-    """Every live module that is compiled or captured, or that a compiled function reaches."""
-    if "torch._dynamo" not in sys.modules and not torch.cuda.is_initialized():
-        return
-    kinds = {nn.Module}
-    fresh = [nn.Module]
-    while fresh:
-        fresh = [kind for parent in fresh for kind in type.__subclasses__(parent) if kind not in kinds]
-        kinds.update(fresh)
-    wanted = kinds | {FunctionType}  # by exact type: the loop sees half a million objects
-    things: list[Any] = [thing for thing in gc.get_objects() if type(thing) in wanted]
-    for thing in things:
+    """Every live module that is compiled or captured, or that a compiled or captured function reaches.
+
+    Found by what refers to torch's own wrappers, in C: ``gc.get_objects`` would hold half-built objects of other
+    threads, which then fail.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    graphs = sys.modules.get("torch.cuda.graphs")
+    wrappers: list[Any] = [dynamo.OptimizedModule] if dynamo is not None else []
+    wrappers += [code for module in (dynamo, graphs) if module is not None for code in _inner_functions(module)]
+    for thing in gc.get_referrers(*wrappers) if wrappers else ():
         if isinstance(thing, nn.Module):
             reason = seal(thing)
             if reason is not None:
                 yield thing, reason
-        elif is_compiled(thing):
+        elif isinstance(thing, FunctionType) and is_compiled(thing):
             for module in _reached(thing._torchdynamo_orig_callable):
                 yield module, COMPILED
+        elif isinstance(thing, FunctionType) and origin(thing) == "torch.cuda.graphs":
+            for module in _reached(thing):
+                reason = seal(module)
+                if reason is not None:
+                    yield module, reason
+
+
+def _inner_functions(module: ModuleType) -> Iterator[CodeType]:
+    """The code of functions that a module's functions and methods make: the wrappers are among them."""
+    functions = [value for value in vars(module).values() if isinstance(value, FunctionType)]
+    for kind in [value for value in vars(module).values() if isinstance(value, type)]:
+        functions += [value for value in vars(kind).values() if isinstance(value, FunctionType)]
+    inner = [const for function in functions for const in function.__code__.co_consts if isinstance(const, CodeType)]
+    while inner:
+        code = inner.pop()
+        if code.co_name in WRAPPERS:
+            yield code
+        inner += [const for const in code.co_consts if isinstance(const, CodeType)]
 
 
 def _reached(function: Any) -> Iterator[nn.Module]:
