@@ -29,7 +29,7 @@ class Request:
 
     kernel: str
     signature: dict[str, str]
-    constants: dict[str, int | float | bool | str | None]
+    constants: dict[str, int | float | bool | str | tuple[float, ...] | None]
     warps: int
     target: str
     patterns: tuple[str, ...] = ()
@@ -73,10 +73,11 @@ def _compile(request: dict) -> dict:
         argument: "constexpr" if argument in request["constants"] else request["signature"][argument]
         for argument in (parameter.name for parameter in kernel.params)
     }
+    constants = {name: tuple(v) if isinstance(v, list) else v for name, v in request["constants"].items()}  # from JSON
     target = request["target"]
     gpu = GPUTarget("cuda", int(target[3:]), 32) if target.startswith("sm_") else GPUTarget("hip", target, 64)
     options = {"num_warps": request["warps"], **request["options"]}
-    compiled = triton.compile(ASTSource(kernel, signature, request["constants"]), target=gpu, options=options)
+    compiled = triton.compile(ASTSource(kernel, signature, constants), target=gpu, options=options)
     assembly = compiled.asm["ptx" if gpu.backend == "cuda" else "amdgcn"]
     if gpu.backend == "cuda":
         usage = _cuda_usage(compiled.asm["cubin"], Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")

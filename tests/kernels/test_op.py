@@ -127,3 +127,19 @@ def test_unavailable_backends_say_what_to_do(monkeypatch):
     assert "VOXFUSE_BACKEND=interpreter" in backend_unavailable("interpreter")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert backend_unavailable("triton").startswith("no GPU")
+
+
+def test_diverted_counts_go_nowhere_until_they_are_added(run):
+    others = []
+    with TALLIES.diverted() as counts:
+        scale(torch.ones(2), 3.0, run=run)
+        scale(torch.ones(0), 3.0, run=run)
+        thread = threading.Thread(target=lambda: others.append(scale(torch.ones(2), 3.0, run=run)))
+        thread.start()
+        thread.join()
+    assert TALLIES.of(run.receipt).calls == 1, "another thread counts as ever"
+    assert dict(counts) == {(run.receipt, None): 1, (run.receipt, "x must not be empty"): 1}
+    for _ in range(2):
+        TALLIES.add_all(counts)
+    assert TALLIES.of(run.receipt).calls == 3
+    assert dict(TALLIES.of(run.receipt).fallbacks) == {"x must not be empty": 2}

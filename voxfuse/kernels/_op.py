@@ -12,7 +12,8 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,11 @@ class Run(NamedTuple):
 REFERENCE = Run("reference", "unattributed")
 
 
+Counts = Counter[tuple[str, str | None]]  # calls by receipt key and reason of the fallback (None: fused)
+
+
 class Tally:
-    """Calls and fallbacks of one receipt; graph runners add their replays with ``add``."""
+    """Calls and fallbacks of one receipt; graph runners add their replays with ``add_all``."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -43,6 +47,7 @@ class _Tallies:
     def __init__(self) -> None:
         self._by_receipt: dict[str, Tally] = {}
         self._lock = threading.Lock()
+        self._diverted = threading.local()
 
     def of(self, receipt: str) -> Tally:
         """The tally of a receipt key, made on first use."""
@@ -51,12 +56,32 @@ class _Tallies:
 
     def add(self, receipt: str, calls: int = 1, fallback: str | None = None) -> None:
         """Count fused calls, or calls that ran the upstream chain for the given reason."""
+        diverted: Counts | None = getattr(self._diverted, "counts", None)
+        if diverted is not None:
+            diverted[receipt, fallback] += calls
+            return
         tally = self._by_receipt.get(receipt) or self.of(receipt)
         with self._lock:
             if fallback is None:
                 tally.calls += calls
             else:
                 tally.fallbacks[fallback] += calls
+
+    def add_all(self, counts: Counts) -> None:
+        """Count what ``diverted`` gave once more: a replay does again what its capture did."""
+        for (receipt, fallback), calls in counts.items():
+            self.add(receipt, calls, fallback)
+
+    @contextmanager
+    def diverted(self) -> Iterator[Counts]:
+        """Collect what this thread counts inside, instead of counting it."""
+        outer = getattr(self._diverted, "counts", None)
+        counts: Counts = Counter()
+        self._diverted.counts = counts
+        try:
+            yield counts
+        finally:
+            self._diverted.counts = outer
 
 
 TALLIES = _Tallies()
@@ -111,7 +136,7 @@ class FusedOp:
         self._custom_op.register_fake(lambda *args: fake(*args[:-2]))
 
     def __call__(self, *args: Any, run: Run) -> Any:
-        if torch.compiler.is_compiling() or _needs_dispatch(args):
+        if torch.compiler.is_compiling() or needs_dispatch(args):
             if not torch.compiler.is_compiling() and _distributed(args):
                 TALLIES.add(run.receipt, fallback="a tensor is a DTensor: fused ops have no sharding rules")
                 return self.reference(*args)
@@ -153,7 +178,7 @@ def _distributed(args: tuple[Any, ...]) -> bool:
     return module is not None and any(isinstance(arg, module.DTensor) for arg in args)
 
 
-def _needs_dispatch(args: tuple[Any, ...]) -> bool:
+def needs_dispatch(args: tuple[Any, ...]) -> bool:
     """Whether a dispatch mode or transform is active, or an argument is a tensor subclass (DTensor, fake tensor)."""
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True

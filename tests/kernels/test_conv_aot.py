@@ -1,0 +1,57 @@
+"""The channels-last kernels compiled ahead of time for every GPU family: registers, spills, shared memory."""
+
+import pytest
+from aot import TARGETS, Request, compile_ahead
+
+from voxfuse.kernels.moments import BLOCK_CHANNELS, BLOCK_FRAMES, MAX_CHUNKS, OPTIONS
+
+pytestmark = pytest.mark.aot
+
+BLOCK = {"BLOCK_T": BLOCK_FRAMES, "BLOCK_C": BLOCK_CHANNELS}
+MOMENTS = dict.fromkeys(("x_ptr", "y_ptr", "moments_ptr", "bias_ptr", "residual_ptr"), "*fp32") | dict.fromkeys(
+    ("C", "T", "CHUNK_T", "chunks", *(f"stride_{name}" for name in ("xb", "xt", "xc", "rb", "rt", "rc"))), "i32"
+) | {"lengths_ptr": "*i64"}  # fmt: skip
+ADAIN = dict.fromkeys(
+    ("x_ptr", "y_ptr", "moments_ptr", "style_ptr", "weight_ptr", "bias_ptr", "alpha_ptr"), "*fp32"
+) | dict.fromkeys(
+    ("C", "T", "PADDED", "CHUNK_T", "chunks", "stride_xb", "stride_xt", "stride_style"), "i32"
+) | {"lengths_ptr": "*i64", "eps": "fp32", "slope": "fp32"}  # fmt: skip
+CONFIGURATIONS = {  # kernel, signature, constants
+    "read only": (
+        "moments:_moments_kernel",
+        MOMENTS,
+        {"y_ptr": None, "bias_ptr": None, "residual_ptr": None, "stride_xc": 1},
+    ),
+    "residual": ("moments:_moments_kernel", MOMENTS, {"stride_xc": 1, "stride_rc": 1}),
+    "channels first": ("moments:_moments_kernel", MOMENTS, {"bias_ptr": None, "residual_ptr": None, "stride_xt": 1}),
+    "snake": ("adain_channels_last:_adain_kernel", ADAIN, {"MAX_CHUNKS": MAX_CHUNKS}),
+    "leaky relu": ("adain_channels_last:_adain_kernel", ADAIN, {"MAX_CHUNKS": MAX_CHUNKS, "alpha_ptr": None}),
+}  # fmt: skip
+
+
+def _request(name: str, target: str) -> Request:
+    kernel, signature, constants = CONFIGURATIONS[name]
+    return Request(
+        kernel=f"voxfuse.kernels.{kernel}",
+        signature=signature,
+        constants=constants | BLOCK,
+        warps=dict(OPTIONS)["num_warps"],
+        target=target,
+        patterns=(r"\bsin",),
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    keys = [(name, target) for name in CONFIGURATIONS for target in TARGETS]
+    return dict(zip(keys, compile_ahead([_request(*key) for key in keys]), strict=True))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_resources(name, target, compiled):
+    found = compiled[name, target]
+    assert found.spills == 0, f"{found.spills} bytes of registers spilled"
+    assert found.registers <= 128, f"{found.registers} registers: fewer than two programs a multiprocessor"
+    assert found.shared <= 4 * BLOCK_FRAMES * (BLOCK_CHANNELS + 8), "more than a tile that is transposed"
+    assert found.counts[r"\bsin"] == 0, "a library sine was called: it needs a stack"

@@ -1,0 +1,175 @@
+"""AdaIN and activation, channels last, from known moments: y = act((1 + γ) · ((x − μ) / √(σ² + eps) · w + b) + β).
+
+Layouts: x [rows, frames, channels] with unit channel stride; moments as ``voxfuse.kernels.moments`` gives them for x;
+style [rows, 2·channels] holds γ then β; w, b [channels] or None; alpha [channels] selects Snake, act(v) = v +
+sin²(alpha·v) / alpha, and None selects LeakyReLU with ``slope``. y [rows, ``padded`` frames, channels] contiguous, zero
+behind each row's valid length: a convolution with dilation d takes it as a (padded / d, d) view.
+Contract: same-precision. Moments merged without cancellation, arithmetic in fp32.
+Envelope: fp32, fp16, bf16, one type for all but the moments; inference only.
+Source: AdaIN1d and the Snake line of AdaINResBlock1 in kokoro/istftnet.py (StyleTTS 2, arXiv:2306.07691).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from voxfuse.kernels._launch import launch
+from voxfuse.kernels._math import merge_moments
+from voxfuse.kernels._op import fused_op
+from voxfuse.kernels._triton import tl, triton
+from voxfuse.kernels.adain import _activate, _activated, _coefficients
+from voxfuse.kernels.moments import (
+    BLOCK_CHANNELS,
+    BLOCK_FRAMES,
+    FLOAT_TYPES,
+    MAX_CHUNKS,
+    MAX_ROW_ELEMENTS,
+    OPTIONS,
+    chunk_frames,
+    valid_frames,
+)
+
+
+@triton.jit(do_not_specialize=["T", "PADDED", "CHUNK_T", "chunks"])
+def _adain_kernel(
+    x_ptr, y_ptr, moments_ptr, style_ptr, weight_ptr, bias_ptr, alpha_ptr, lengths_ptr,
+    C, T, PADDED, CHUNK_T, chunks, stride_xb, stride_xt, stride_style, eps, slope,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MAX_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """One program a (row, chunk of frames, block of channels): merges the row's moments, then goes over its frames."""
+    channel_blocks = tl.cdiv(C, BLOCK_C)
+    spans = tl.cdiv(PADDED, CHUNK_T)
+    channel = (tl.program_id(0) % channel_blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = ((tl.program_id(0) // channel_blocks) % spans) * CHUNK_T
+    row = (tl.program_id(0) // channel_blocks // spans).to(tl.int64)
+    inside = (channel < C)[None, :]
+    length = T if lengths_ptr is None else tl.minimum(tl.load(lengths_ptr + row).to(tl.int32), T)
+    chunk = tl.arange(0, MAX_CHUNKS)
+    source = moments_ptr + row * chunks * 2 * C + (chunk * 2 * C)[:, None] + channel[None, :]
+    known = (chunk < chunks)[:, None] & inside
+    means = tl.load(source, mask=known, other=0.0)  # [MAX_CHUNKS, BLOCK_C]
+    m2 = tl.load(source + C, mask=known, other=0.0)  # [MAX_CHUNKS, BLOCK_C]
+    count = tl.minimum(tl.maximum(length - chunk * CHUNK_T, 0), CHUNK_T).to(tl.float32)[:, None]
+    total, mean, remainder, m2 = merge_moments(count, means, m2)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(m2, tl.maximum(total, 1.0)) - remainder * remainder + eps))
+    known_channel = tl.minimum(channel, C - 1)  # lanes past the last channel repeat it; nothing of them is stored
+    scale, shift, alpha = _coefficients(style_ptr, weight_ptr, bias_ptr, alpha_ptr, row, known_channel, C, stride_style)
+    shift -= remainder * rstd * scale
+    if alpha_ptr is not None:
+        alpha = alpha[None, :]
+    for start in range(first, tl.minimum(first + CHUNK_T, PADDED), BLOCK_T):
+        t = (start + tl.arange(0, BLOCK_T))[:, None]
+        valid = (t < length) & inside
+        x = tl.load(x_ptr + row * stride_xb + t * stride_xt + channel[None, :], mask=valid, other=0.0)
+        deviation = x.to(tl.float32) - mean[None, :]  # [BLOCK_T, BLOCK_C]
+        y = _activated(deviation, rstd[None, :], scale[None, :], shift[None, :], alpha, slope, alpha_ptr is not None)
+        y = tl.where(valid, y, 0.0).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row * PADDED * C + t * C + channel[None, :], y, mask=(t < PADDED) & inside)
+
+
+def unsupported(
+    x: torch.Tensor,
+    moments: torch.Tensor,
+    style: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    alpha: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    padded: int,
+    eps: float,
+    slope: float,
+) -> str | None:
+    """Why a call is outside the envelope, or None."""
+    if x.dim() != 3 or x.stride(2) != 1 or x.shape[1] > padded:
+        return f"x must be [rows, at most {padded} frames, channels], channels last, got {tuple(x.shape)} {x.stride()}"
+    tensors = [tensor for tensor in (x, style, weight, bias, alpha) if tensor is not None]
+    if x.dtype not in FLOAT_TYPES or any(tensor.dtype != x.dtype for tensor in tensors):
+        return f"dtypes must be one of fp32, fp16 and bf16, the same for all, got {[str(t.dtype) for t in tensors]}"
+    rows, frames, channels = x.shape
+    if padded * x.stride(1) >= MAX_ROW_ELEMENTS:
+        return f"a row must span fewer than 2^31 elements, got {padded} frames at stride {x.stride(1)}"
+    chunks = triton.cdiv(frames, chunk_frames(frames))
+    if moments.shape != (rows, chunks, 2, channels) or not moments.is_contiguous() or moments.dtype != torch.float32:
+        return f"moments must be contiguous fp32 {(rows, chunks, 2, channels)}, got {tuple(moments.shape)}"
+    if style.shape != (rows, 2 * channels) or style.stride(1) != 1:
+        return f"style must be [rows, 2·channels] with unit inner stride, got {tuple(style.shape)} {style.stride()}"
+    if (weight is None) != (bias is None):
+        return "weight and bias must be given together"
+    if any(p is not None and (p.numel() != channels or not p.is_contiguous()) for p in (weight, bias, alpha)):
+        return f"weight, bias and alpha must be contiguous with {channels} elements"
+    if lengths is not None and (lengths.shape != (rows,) or not lengths.is_contiguous()):
+        return f"lengths must be contiguous [{rows}], got {tuple(lengths.shape)}"
+    return None
+
+
+def reference(
+    x: torch.Tensor,
+    moments: torch.Tensor,
+    style: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    alpha: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    padded: int,
+    eps: float,
+    slope: float,
+) -> torch.Tensor:
+    """The same in plain torch, channels last: moments merged, then upstream's chain behind the instance norm."""
+    frames = x.shape[1]
+    valid = valid_frames(x, lengths)
+    counts = torch.stack([part.sum(1) for part in valid.split(chunk_frames(frames), 1)], dim=1)  # [rows, chunks, 1]
+    total = counts.sum(1, keepdim=True).clamp(min=1)
+    means, m2 = moments.unbind(2)
+    mean = (counts * means).sum(1, keepdim=True) / total
+    variance = (m2 + counts * (means - mean).square()).sum(1, keepdim=True) / total
+    norm = (x - mean) / (variance + eps).sqrt()
+    if weight is not None and bias is not None:
+        norm = norm * weight + bias
+    gamma, beta = style.unsqueeze(1).chunk(2, dim=2)
+    y = (1 + gamma) * norm + beta
+    y = _activate(y.transpose(1, 2), alpha, slope).transpose(1, 2)
+    return F.pad(torch.where(valid, y, 0.0).to(x.dtype), (0, 0, 0, padded - frames))
+
+
+def _fake(x: torch.Tensor, *others: object) -> torch.Tensor:
+    padded = others[6]
+    return x.new_empty(x.shape[0], padded, x.shape[2])  # type: ignore[call-overload]
+
+
+@fused_op(
+    "adain_channels_last",
+    "(Tensor x, Tensor moments, Tensor style, Tensor? weight, Tensor? bias, Tensor? alpha, Tensor? lengths, int padded,"
+    " float eps, float slope) -> Tensor",
+    reference=reference,
+    unsupported=unsupported,
+    fake=_fake,
+)
+def adain_channels_last(
+    x: torch.Tensor,
+    moments: torch.Tensor,
+    style: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    alpha: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    padded: int,
+    eps: float,
+    slope: float,
+) -> torch.Tensor:
+    """AdaIN and activation of x [rows, frames, channels]; shapes and formula in the module's docstring."""
+    rows, frames, channels = x.shape
+    y = torch.empty((rows, padded, channels), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    chunk = chunk_frames(frames)
+    launch(
+        _adain_kernel,
+        rows * triton.cdiv(padded, chunk) * triton.cdiv(channels, BLOCK_CHANNELS),
+        (x, y, moments, style, weight, bias, alpha, lengths),
+        (channels, frames, padded, chunk, moments.shape[1], x.stride(0), x.stride(1), style.stride(0)),
+        (eps, slope),
+        (BLOCK_FRAMES, BLOCK_CHANNELS, MAX_CHUNKS),
+        OPTIONS,
+    )
+    return y
