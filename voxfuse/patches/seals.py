@@ -82,15 +82,17 @@ def _live() -> Iterator[tuple[nn.Module, str]]:
     graphs = sys.modules.get("torch.cuda.graphs")
     wrappers: list[Any] = [dynamo.OptimizedModule] if dynamo is not None else []
     wrappers += [code for module in (dynamo, graphs) if module is not None for code in _inner_functions(module)]
-    for thing in gc.get_referrers(*wrappers) if wrappers else ():
+    things: list[Any] = gc.get_referrers(*wrappers) if wrappers else []
+    for thing in things:
+        is_function = type(thing) is FunctionType
         if isinstance(thing, nn.Module):
             reason = seal(thing)
             if reason is not None:
                 yield thing, reason
-        elif isinstance(thing, FunctionType) and is_compiled(thing):
+        elif is_function and is_compiled(thing):
             for module in _reached(thing._torchdynamo_orig_callable):
                 yield module, COMPILED
-        elif isinstance(thing, FunctionType) and origin(thing) == "torch.cuda.graphs":
+        elif is_function and origin(thing) == "torch.cuda.graphs":
             for module in _reached(thing):
                 reason = seal(module)
                 if reason is not None:
