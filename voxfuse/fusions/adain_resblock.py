@@ -48,17 +48,11 @@ def unsupported(block: nn.Module, norms: Sequence[Any], *inputs: torch.Tensor) -
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *block.parameters())):
         return "a gradient is needed; call under torch.no_grad() or torch.inference_mode()"
     for norm in norms:
-        if any("forward" in vars(part) or _hooked(part) for part in (norm, norm.fc, norm.norm)):
-            return "AdaIN has hooks or a forward of its own, which the fusion would pass by"
         if type(norm.fc) is not nn.Linear:
             return f"AdaIN's fc is {type(norm.fc).__name__}, expected Linear"
         if type(norm.norm) is not nn.InstanceNorm1d or norm.norm.track_running_stats:
             return f"AdaIN's norm is {norm.norm}, expected InstanceNorm1d without running statistics"
     return None
-
-
-def _hooked(module: Any) -> bool:
-    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def styles(block: nn.Module, norms: Sequence[Any], style: torch.Tensor) -> tuple[torch.Tensor, ...]:
