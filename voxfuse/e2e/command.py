@@ -147,15 +147,7 @@ def _errors(directory: Path) -> Iterator[None]:
     """What the user can mend ends with a message and status 2; faults of ours keep their traceback."""
     try:
         yield
-    except (
-        RunMismatch,
-        WeightsMissing,
-        AsrMissing,
-        NothingApplied,
-        PatchError,
-        MeasurementFailed,
-        ImportError,
-    ) as error:
+    except MENDABLE as error:
         print(f"voxfuse gate: {error}", file=sys.stderr)
         raise typer.Exit(USAGE_OR_ENVIRONMENT) from error
     except KeyboardInterrupt:
