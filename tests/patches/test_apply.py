@@ -1,5 +1,6 @@
 """apply_patches: targets, choices, strictness and the environment's say, on a small upstream package."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -68,6 +69,24 @@ def test_methods_other_than_forward_and_functions(toy: ToyStack) -> None:
         reasons = {receipt.fusion: receipt.reason for receipt in patches.receipts}
         assert all("_residual" in vars(block) for block in model.blocks)
     assert reasons["toy_gain"] == "gain is a function: patch the stack by name"
+
+
+def test_of_two_patches_of_one_target_the_first_that_is_wanted_serves_it(toy: ToyStack) -> None:
+    toy.use(*(toy.patch(name, toy.norm_target, fused_norm) for name in ("toy_gain", "toy_norm")))
+    for model in ("toyvoice", toy.voice()):
+        with apply(model, strict=True) as patches:
+            first, second = patches.receipts
+            assert (first.status, second.status) == ("applied", "skipped")
+            assert second.reason == "fusion toy_gain serves this target"
+        with apply(model, exclude=["toy_gain"]) as patches:
+            assert [receipt.status for receipt in patches.receipts] == ["skipped", "applied"]
+
+
+def test_a_patch_for_another_backend_is_left_out(toy: ToyStack) -> None:
+    toy.use(dataclasses.replace(toy.patch("toy_norm", toy.norm_target, fused_norm), backends=("triton",)))
+    with apply("toyvoice") as patches:
+        (receipt,) = patches.receipts
+        assert (receipt.status, receipt.reason) == ("skipped", "runs with backend triton, not reference")
 
 
 def test_default_targets_are_the_speech_stacks_with_patches(toy: ToyStack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +256,7 @@ def test_two_fusions_that_want_one_method(toy: ToyStack, monkeypatch: pytest.Mon
         with apply(target) as patches:
             first, second = patches.receipts
             assert (first.status, second.status) == ("applied", "skipped")
-            assert second.reason == "already replaced by fusion toy_norm"
+            assert second.reason == "fusion toy_norm serves this target"
             toy.use(rival)
             assert apply(target).receipts[0].reason == "already replaced by fusion toy_norm"
             toy.use(toy.patch("toy_norm", toy.norm_target, fused_norm), rival)

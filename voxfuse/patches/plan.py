@@ -42,6 +42,7 @@ class Planner:
 
     def __init__(self, wishes: Selection, backend: Backend, off: bool) -> None:
         self._wishes = wishes
+        self._backend = backend
         self._obstacle = _obstacle(backend, off)
 
     @functools.cached_property
@@ -90,6 +91,11 @@ class Planner:
             step = scope.skip(patch, Why.CHOSEN, str(choice.reason))
             step.unproven = choice.unproven
             return step
+        if self._backend not in patch.backends:
+            reason = f"runs with backend {' or '.join(patch.backends)}, not {self._backend}"
+            return scope.skip(patch, Why.CHOSEN, reason)
+        if (served := scope.served.get(patch.target)) is not None:
+            return scope.skip(patch, Why.CHOSEN, f"fusion {served} serves this target")
         sources = check_sources(scope.stack, patch, scope.version)
         if sources.problem is not None:
             return scope.skip(patch, Why.FAILED, sources.problem)
@@ -102,6 +108,7 @@ class Planner:
             remarks.append(f"{len(problems)} of {len(owners) + len(problems)} modules skipped: {problems[0][1]}")
         entry = scope.entry(patch, Why.APPLIED, "; ".join(remarks) or None)
         entry.status, entry.count = "applied", len(owners)
+        scope.served[patch.target] = patch.fusion.name
         return Step(entry, patch, owners)
 
     def _class_owner(self, patch: Patch) -> tuple[list[Owner], Problems]:
@@ -120,6 +127,7 @@ class _Scope:
     def __init__(self, stack: StackPatches, explicit: bool) -> None:
         self.stack = stack
         self._explicit = explicit
+        self.served: dict[str, str] = {}  # the fusion that was planned for a target
         installed = installed_version(stack.distribution)
         self.version = installed or "unknown"
         versions = {"voxfuse": VERSION, "torch": torch.__version__, "triton": TRITON_VERSION}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from voxfuse.kernels._op import Run
-from voxfuse.records import Fusion
+from voxfuse.records import Backend, Fusion
 
 Build = Callable[[Callable[..., Any], Run], Callable[..., Any]]
 
@@ -23,7 +23,8 @@ class Patch:
     ``absorbs`` lists every upstream callable whose behaviour the replacement takes over, in the same notation, the
     target included: each is hashed. ``build(original, run)`` returns the replacement, a new function of the same
     signature; it runs its fused ops with ``run`` and may call ``original``, which is always the untouched upstream
-    function (for a method: unbound, ``self`` first).
+    function (for a method: unbound, ``self`` first). ``backends`` are those that the replacement can run with. Where
+    several patches of a stack name one target, the first that is wanted and fits serves it.
 
     Raises ValueError where a name is malformed, ``absorbs`` lacks the target, or the target is torch's own.
     """
@@ -32,6 +33,7 @@ class Patch:
     target: str
     absorbs: tuple[str, ...]
     build: Build
+    backends: tuple[Backend, ...] = get_args(Backend)
 
     def __post_init__(self) -> None:
         for name in (self.target, *self.absorbs):
