@@ -6,8 +6,16 @@ import importlib.util
 import pytest
 import torch
 
-from voxfuse.fusions.adain_conv_block import adain_conv_block, unsupported
+from voxfuse.fusions.adain_conv_block import (
+    adain_leaky_relu_block,
+    adain_snake_block,
+    padded_styles,
+    run_block,
+    snake_norms,
+    unsupported,
+)
 from voxfuse.kernels._op import TALLIES, Run
+from voxfuse.kernels.moments import moments, residual_moments
 from voxfuse.patches._kokoro_import import load_kokoro
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("kokoro") is None, reason="the kokoro package is absent")
@@ -60,7 +68,7 @@ def test_as_precise_as_upstream_at_any_length(taps, run, poisoned_empty):
     for frames in lengths:
         x, s = inputs(frames, rows=1 if frames < 60 else 2)
         assert unsupported(block, x, s) is None
-        y = adain_conv_block(block, x, s, None, run)
+        y = run_block(block, x, s, run)
         assert y.shape == x.shape
         check(y, block, x, s)
     assert TALLIES.of(run.receipt).calls == CALLS * len(lengths) and not TALLIES.of(run.receipt).fallbacks
@@ -71,7 +79,10 @@ def test_each_row_equals_itself_alone_whatever_stands_behind(run, poisoned_empty
     x, s = inputs(60, rows=len(lengths))
     for row, length in enumerate(lengths):
         x[row, :, length:] = torch.nan
-    y = adain_conv_block(block, x, s, torch.tensor(lengths), run)
+    on_device = torch.tensor(lengths)
+    y, known = residual_moments(x.transpose(1, 2), None, None, on_device, 60, 1, run=run)
+    projected = iter(padded_styles(block, [(norm, CHANNELS) for norm in snake_norms(block)], s))
+    y = adain_snake_block(block, y, known, projected, on_device, run).transpose(1, 2)
     for row, length in enumerate(lengths):
         assert torch.all(y[row, :, length:] == 0)
         check(y[row : row + 1, :, :length], block, x[row : row + 1, :, :length], s[row : row + 1])
@@ -88,16 +99,16 @@ def test_any_strides_and_the_input_is_left_alone(layout, run):
     else:
         x = x[:1].expand(2, -1, -1)
     before = x.clone()
-    check(adain_conv_block(block, x, s, None, run), block, x, s)
+    check(run_block(block, x, s, run), block, x, s)
     assert torch.equal(x, before)
 
 
 def test_the_result_is_fresh_and_takes_what_upstream_does_with_it(run):
     first, second = make(), make(7)
     x, s = inputs(30)
-    xs = adain_conv_block(first, x, s, None, run)
+    xs = run_block(first, x, s, run)
     assert xs.data_ptr() != x.data_ptr()
-    xs += adain_conv_block(second, x, s, None, run)
+    xs += run_block(second, x, s, run)
     y = torch.nn.functional.leaky_relu(xs / 2)
     expected = torch.nn.functional.leaky_relu((first(x, s) + second(x, s)) / 2)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
@@ -105,16 +116,42 @@ def test_the_result_is_fresh_and_takes_what_upstream_does_with_it(run):
         torch.testing.assert_close(module(y), module(expected), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("upsample", ["none", True])
+@pytest.mark.parametrize("channels", [(6, 6), (6, 4)])
+def test_leaky_relu_blocks_with_spare_channels_and_rows_of_their_own(channels, upsample, run, poisoned_empty):
+    make()
+    from kokoro.istftnet import AdainResBlk1d
+
+    block = AdainResBlk1d(*channels, STYLE, upsample=upsample).eval()
+    for parameter in block.parameters():
+        parameter.normal_(0, 0.4)
+    lengths, width = [20, 11, 2], 8
+    x, s = torch.randn(3, channels[0], 20), torch.randn(3, STYLE)
+    spared = torch.nn.functional.pad(x.transpose(1, 2), (0, width - channels[0])).contiguous()
+    for row, length in enumerate(lengths):
+        spared[row, length:] = torch.nan
+    on_device = torch.tensor(lengths)
+    norms = [(block.norm1, width), (block.norm2, channels[1])]
+    projected = iter(padded_styles(block, norms, s))
+    known = moments(spared, on_device, 20, 1, run=run)
+    y = adain_leaky_relu_block(block, spared, known, projected, on_device, run).transpose(1, 2)
+    scale = 1 if upsample == "none" else 2
+    assert y.shape == (3, channels[1], 20 * scale) and not TALLIES.of(run.receipt).fallbacks
+    for row, length in enumerate(lengths):
+        assert torch.all(y[row, :, length * scale :] == 0)
+        check(y[row : row + 1, :, : length * scale], block, x[row : row + 1, :, :length], s[row : row + 1])
+
+
 def test_new_weights_reach_the_packs_and_the_state_stays_upstreams(run):
     block, other = make(), make()
     x, s = inputs(20)
     keys = list(block.state_dict())
-    adain_conv_block(block, x, s, None, run)
+    run_block(block, x, s, run)
     assert list(block.state_dict()) == keys
     block.load_state_dict(other.state_dict())
-    check(adain_conv_block(block, x, s, None, run), other, x, s)
+    check(run_block(block, x, s, run), other, x, s)
     block.convs1[1].weight_g.mul_(2)
-    check(adain_conv_block(block, x, s, None, run), block, x, s)
+    check(run_block(block, x, s, run), block, x, s)
 
 
 def test_without_weight_norm_and_without_bias(run):
@@ -124,7 +161,7 @@ def test_without_weight_norm_and_without_bias(run):
     block.convs1[0].bias = block.convs2[2].bias = None
     x, s = inputs(20)
     assert unsupported(block, x, s) is None
-    check(adain_conv_block(block, x, s, None, run), block, x, s)
+    check(run_block(block, x, s, run), block, x, s)
 
 
 def test_a_large_bias_before_an_instance_norm_costs_nothing(run):
@@ -132,14 +169,14 @@ def test_a_large_bias_before_an_instance_norm_costs_nothing(run):
     for conv in block.convs1:
         conv.bias.mul_(1e4)
     x, s = inputs(40)
-    check(adain_conv_block(block, x, s, None, run), block, x, s)
+    check(run_block(block, x, s, run), block, x, s)
 
 
 def test_fp16(run):
     """bf16 is tested on the GPU alone: the interpreter truncates to it."""
     block = make().half()
     x, s = (tensor.half() for tensor in inputs(40))
-    y = adain_conv_block(block, x, s, None, run)
+    y = run_block(block, x, s, run)
     oracle, eager = in_fp64(block, x, s), block(x, s)
     assert y.dtype == torch.float16 and not TALLIES.of(run.receipt).fallbacks
     error, upstream = (((other.double() - oracle).norm() / oracle.norm()).item() for other in (y, eager))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from fake_arena import FakeArena
 
-from voxfuse.fusions import kokoro_decoder
+from voxfuse.fusions import decoder_graph
+from voxfuse.fusions.decoder_graph import Runners, unsupported
 from voxfuse.fusions.graph_runner import capturing, runners
-from voxfuse.fusions.kokoro_decoder import Runners, decode, draw_source, generate, samples_per_frame, unsupported
+from voxfuse.fusions.kokoro_decoder import decode, draw_source, generate, samples_per_frame
 from voxfuse.fusions.spectral import magnitude_and_phase
 from voxfuse.kernels._op import TALLIES, Run
 from voxfuse.patches._kokoro_import import load_kokoro
@@ -120,7 +121,7 @@ def test_padded_buckets_equal_upstream_at_every_length(generator):
         baseline, expected = upstream(generator, x, style, f0), oracle(generator, x, style, source)
         with torch.no_grad():
             exact = generate(generator, x, style, source, None, REFERENCE)
-        bucket = kokoro_decoder.BUCKETS.of(frames) + 8
+        bucket = decoder_graph.BUCKETS.of(frames) + 8
         result, tail = padded_call(generator, x, style, source, bucket, 0.0, REFERENCE)
         dirty, _ = padded_call(generator, x, style, source, bucket, float("nan"), REFERENCE)
         assert result.shape == exact.shape == baseline.shape
@@ -141,7 +142,7 @@ def test_a_padded_bucket_through_the_kernels(generator, request):
     calls = TALLIES.of(run.receipt).calls
     assert relative_rms(result, oracle(generator, x, style, source, run)) <= 2 * error_of_eager
     assert torch.all(tail == 0)
-    assert calls == 2 + 3 + 6 * 13 and not TALLIES.of(run.receipt).fallbacks
+    assert calls == 2 + 3 + 4 + 6 * 12 and not TALLIES.of(run.receipt).fallbacks
 
 
 def test_rows_of_mixed_lengths_equal_each_row_alone(generator):
@@ -183,7 +184,7 @@ def test_the_whole_decoder_padded_and_mixed(decoder):
 def anywhere(monkeypatch):
     """Runners that take a fake arena on the CPU."""
     FakeArena.made = []
-    monkeypatch.setattr(kokoro_decoder, "unsupported", lambda *_: None)
+    monkeypatch.setattr(decoder_graph, "unsupported", lambda *_: None)
     return lambda **options: Runners(Run("reference", "replayed decoder"), arena=FakeArena, **options)
 
 
@@ -229,9 +230,9 @@ def test_what_runs_upstreams_code_and_why(istftnet, generator):
 
 @torch.no_grad()
 def test_parts_that_are_not_upstreams_are_refused_by_name(istftnet, decoder):
-    assert kokoro_decoder.foreign_part(decoder) is None
+    assert decoder_graph.foreign_part(decoder) is None
     hook = decoder.generator.ups[1].register_forward_hook(lambda *_: None)
-    assert kokoro_decoder.foreign_part(decoder) == "generator.ups.1 has a forward hook, which a graph would not run"
+    assert decoder_graph.foreign_part(decoder) == "generator.ups.1 has a forward hook, which a graph would not run"
     hook.remove()
     decoder.decode[2].actv = torch.nn.SiLU()
-    assert kokoro_decoder.foreign_part(decoder) == "decode.2: the activation is SiLU, expected LeakyReLU"
+    assert decoder_graph.foreign_part(decoder) == "decode.2: the activation is SiLU, expected LeakyReLU"

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from voxfuse.kernels._op import TALLIES
+from voxfuse.kernels._phases import from_phases, padded_frames, to_phases
 from voxfuse.kernels.adain import reference as upstream
 from voxfuse.kernels.adain_channels_last import adain_channels_last
 from voxfuse.kernels.moments import BLOCK_FRAMES, moments_reference
@@ -20,10 +21,17 @@ def case(rows, frames, channels, device, *, snake=True, dtype=torch.float32, aff
     return [None if value is None else value.to(device, dtype) for value in (x, style, weight, bias, alpha)]
 
 
-def fused(tensors, lengths, padded, run):
+def fused(tensors, lengths, run, y_phases=1, x_phases=1):
+    """y in plain order; x in plain order is brought into phases first."""
     x, *rest = tensors
-    exact = moments_reference(x.double(), lengths, x.shape[1]).float()
-    return adain_channels_last(x, exact, *rest, lengths, padded, EPS, SLOPE, run=run)
+    frames = x.shape[1]
+    exact = moments_reference(x.double(), lengths, frames, 1).float()
+    x = x if x_phases == 1 else to_phases(x, x_phases)
+    y = adain_channels_last(x, exact, *rest, lengths, frames, x_phases, y_phases, EPS, SLOPE, run=run)
+    assert y.shape[1] == padded_frames(frames, y_phases) and y.is_contiguous()
+    plain = from_phases(y, y.shape[1], y_phases)
+    assert torch.all(plain[:, frames:] == 0), "the padding for the convolution is not zero"
+    return plain[:, :frames]
 
 
 def chain(tensors):
@@ -38,15 +46,14 @@ def in_fp64(tensors):
 
 @pytest.mark.parametrize("snake", [True, False])
 @pytest.mark.parametrize(
-    ("rows", "frames", "channels", "padded"),
-    [(2, 2, 32, 5), (3, 15, 33, 15), (1, 17, 64, 20), (2, BLOCK_FRAMES, 8, BLOCK_FRAMES + 2), (1, 9000, 6, 9000)],
+    ("rows", "frames", "channels", "phases"),
+    [(2, 2, 32, (1, 5)), (3, 15, 33, (3, 1)), (1, 17, 64, (5, 3)), (2, BLOCK_FRAMES, 8, (1, 3)), (1, 9000, 6, (1, 1))],
 )
-def test_same_precision_as_upstream(rows, frames, channels, padded, snake, device, run, same_precision, poisoned_empty):
+def test_same_precision_as_upstream(rows, frames, channels, phases, snake, device, run, same_precision, poisoned_empty):
     tensors = case(rows, frames, channels, device, snake=snake)
-    result = fused(tensors, None, padded, run)
-    assert result.shape == (rows, padded, channels) and result.is_contiguous()
-    assert torch.all(result[:, frames:] == 0), "the padding for the convolution is not zero"
-    same_precision(result[:, :frames], chain(tensors), chain(in_fp64(tensors)))
+    x_phases, y_phases = phases
+    result = fused(tensors, None, run, y_phases, x_phases)
+    same_precision(result, chain(tensors), chain(in_fp64(tensors)))
     assert TALLIES.of(run.receipt).calls == 1 and not TALLIES.of(run.receipt).fallbacks
 
 
@@ -56,7 +63,7 @@ def test_each_row_equals_itself_alone_whatever_stands_behind(device, run, same_p
     x, style, *rest = tensors
     for row, length in enumerate(lengths):
         x[row, length:] = torch.nan
-    result = fused(tensors, torch.tensor(lengths, device=device), 303, run)
+    result = fused(tensors, torch.tensor(lengths, device=device), run, y_phases=3)
     for row, length in enumerate(lengths):
         one = slice(row, row + 1)
         assert torch.all(result[row, length:] == 0)
@@ -72,19 +79,19 @@ def test_each_row_equals_itself_alone_whatever_stands_behind(device, run, same_p
 @pytest.mark.parametrize("offset", [1e3, -3e4])
 def test_a_mean_far_above_the_deviation_does_not_cancel(offset, device, run, same_precision):
     tensors = case(1, 1000, 8, device, snake=False, offset=offset)
-    same_precision(fused(tensors, None, 1000, run), chain(tensors), chain(in_fp64(tensors)))
+    same_precision(fused(tensors, None, run), chain(tensors), chain(in_fp64(tensors)))
 
 
 def test_a_constant_row_has_no_variance(device, run):
     tensors = case(1, 300, 8, device)
     tensors[0].fill_(7.0)
-    torch.testing.assert_close(fused(tensors, None, 300, run).double(), chain(in_fp64(tensors)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(fused(tensors, None, run).double(), chain(in_fp64(tensors)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types(dtype, device, run, same_precision):
     tensors = case(1, 100, 40, device, dtype=dtype)
-    result = fused(tensors, None, 100, run)
+    result = fused(tensors, None, run)
     assert result.dtype == dtype
     same_precision(result, chain(tensors), chain(in_fp64(tensors)))
 
@@ -93,20 +100,22 @@ def test_a_slice_of_a_wider_tensor_and_a_style_in_pieces(device, run, same_preci
     tensors = case(2, 40, 6, device, affine=False)
     tensors[0] = torch.randn(2, 50, 9, device=device)[:, 4:44, 2:8]
     tensors[1] = torch.randn(2, 30, device=device)[:, 5:17]
-    same_precision(fused(tensors, None, 42, run), torch.nn.functional.pad(chain(tensors), (0, 0, 0, 2)),
-                   torch.nn.functional.pad(chain(in_fp64(tensors)), (0, 0, 0, 2)))  # fmt: skip
+    same_precision(fused(tensors, None, run, y_phases=3), chain(tensors), chain(in_fp64(tensors)))
 
 
 @pytest.mark.parametrize("shape", [(0, 20, 4), (2, 20, 0)])
 def test_zero_sizes_return_at_once(shape, device, run):
-    assert fused(case(*shape, device), None, 20, run).shape == shape
+    assert fused(case(*shape, device), None, run).shape == shape
 
 
 def test_outside_the_envelope_the_reference_runs_and_is_counted(device, run):
     tensors = in_fp64(case(2, 150, 4, device))
     x, *rest = tensors
     lengths = torch.tensor([150, 130], device=device)
-    result = adain_channels_last(x, moments_reference(x, lengths, 150), *rest, lengths, 155, EPS, SLOPE, run=run)
+    known = moments_reference(x, lengths, 150, 1)
+    in_phases = to_phases(x, 3)
+    result = adain_channels_last(in_phases, known, *rest, lengths, 150, 3, 7, EPS, SLOPE, run=run)
+    result = from_phases(result, result.shape[1], 7)
     torch.testing.assert_close(result[:1, :150], chain([x[:1], rest[0][:1], *rest[1:]]))
     torch.testing.assert_close(result[1:, :130], chain([x[1:, :130], rest[0][1:], *rest[1:]]))
     assert torch.all(result[:, 150:] == 0) and torch.all(result[1, 130:] == 0)
@@ -116,14 +125,15 @@ def test_outside_the_envelope_the_reference_runs_and_is_counted(device, run):
 
 def test_wrong_shapes_are_named(device):
     x, style, weight, bias, alpha = case(2, 30, 4, device)
-    known, lengths = moments_reference(x, None, 30), torch.tensor([30, 3], device=device)
+    known, lengths = moments_reference(x, None, 30, 1), torch.tensor([30, 3], device=device)
 
-    def reason(x=x, known=known, style=style, weight=weight, bias=bias, alpha=alpha, lengths=lengths, padded=30):
-        return adain_channels_last.unsupported(x, known, style, weight, bias, alpha, lengths, padded, EPS, SLOPE)
+    def reason(x=x, known=known, style=style, weight=weight, bias=bias, alpha=alpha, lengths=lengths, frames=30, p=1):
+        return adain_channels_last.unsupported(x, known, style, weight, bias, alpha, lengths, frames, p, 1, EPS, SLOPE)
 
     assert reason() is None
     assert "channels last" in reason(x=x.transpose(1, 2).contiguous().transpose(1, 2))
-    assert "at most 29 frames" in reason(padded=29)
+    assert "31 frames" in reason(frames=31)
+    assert "4 phases must have 32 frames" in reason(p=4)
     assert "moments" in reason(known=known[:, :, :1])
     assert "style" in reason(style=style[:, :5])
     assert "together" in reason(bias=None)

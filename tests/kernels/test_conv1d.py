@@ -8,22 +8,31 @@ import torch.nn.functional as F
 from torch import nn
 
 from voxfuse.kernels._op import TALLIES
-from voxfuse.kernels.conv1d import STRATEGIES, conv1d, conv_unsupported, packed_weight, padded_frames
+from voxfuse.kernels._phases import from_phases, to_phases
+from voxfuse.kernels.conv1d import STRATEGIES, conv1d, conv_unsupported, fastest, packed_weight
 from voxfuse.kernels.moments import moments_reference
 
 
-def case(rows, frames, channels, taps, dilation, device, out=None, dtype=torch.float32):
-    """x zero-padded to the dilation, weight, bias, residual."""
+def case(rows, frames, channels, taps, device, out=None, dtype=torch.float32):
+    """x in plain order, weight, bias, residual."""
     out = channels if out is None else out
-    x = F.pad(torch.randn(rows, frames, channels), (0, 0, 0, padded_frames(frames, dilation) - frames))
+    x = torch.randn(rows, frames, channels)
     values = x, torch.randn(out, taps, channels) * 0.2, torch.randn(out), torch.randn(rows, frames, out)
     return [value.to(device, dtype) for value in values]
 
 
-def upstream(x, weight, bias, residual, frames, dilation):
+def fused(tensors, lengths, dilation, strategy, run):
+    """y in plain order, and its moments."""
+    x, weight, bias, residual = tensors
+    frames = x.shape[1]
+    y, known = conv1d(to_phases(x, dilation), weight, bias, residual, lengths, frames, dilation, strategy, run=run)
+    return (from_phases(y, frames, dilation) if bias is None and residual is None else y), known
+
+
+def upstream(x, weight, bias, residual, dilation):
     """conv(x) + residual as torch computes it, channels last."""
     padding = dilation * (weight.shape[1] - 1) // 2
-    y = F.conv1d(x[:, :frames].transpose(1, 2), weight.transpose(1, 2), bias, padding=padding, dilation=dilation)
+    y = F.conv1d(x.transpose(1, 2), weight.transpose(1, 2), bias, padding=padding, dilation=dilation)
     return y.transpose(1, 2) if residual is None else y.transpose(1, 2) + residual
 
 
@@ -45,58 +54,58 @@ def strategy(request):
 @pytest.mark.parametrize(("taps", "dilation"), list(itertools.product([1, 3, 7, 11], [1, 3, 5])))
 def test_frames_that_the_dilation_does_not_divide(taps, dilation, strategy, device, run):
     for frames in (1, 2, 4, 5, 13, 20, 61):
-        tensors = case(2, frames, 8, taps, dilation, device, out=12)
-        y, known = conv1d(*tensors, None, frames, dilation, strategy, run=run)
-        close(y, upstream(*tensors, frames, dilation), upstream(*in_fp64(tensors), frames, dilation))
-        torch.testing.assert_close(known, moments_reference(y, None, frames), rtol=1e-4, atol=1e-4)
+        tensors = case(2, frames, 8, taps, device, out=12)
+        y, known = fused(tensors, None, dilation, strategy, run)
+        close(y, upstream(*tensors, dilation), upstream(*in_fp64(tensors), dilation))
+        torch.testing.assert_close(known, moments_reference(y, None, frames, 1), rtol=1e-4, atol=1e-4)
     assert TALLIES.of(run.receipt).calls == 7 and not TALLIES.of(run.receipt).fallbacks
 
 
 @pytest.mark.parametrize("terms", ["neither", "bias", "residual"])
 def test_without_bias_or_residual(terms, strategy, device, run):
-    x, weight, bias, residual = case(2, 31, 8, 3, 3, device)
+    x, weight, bias, residual = case(2, 31, 8, 3, device)
     tensors = [x, weight, bias if terms == "bias" else None, residual if terms == "residual" else None]
-    y, known = conv1d(*tensors, None, 31, 3, strategy, run=run)
-    close(y, upstream(*tensors, 31, 3), upstream(*in_fp64(tensors), 31, 3))
-    torch.testing.assert_close(known, moments_reference(y, None, 31), rtol=1e-4, atol=1e-4)
+    y, known = fused(tensors, None, 3, strategy, run)
+    close(y, upstream(*tensors, 3), upstream(*in_fp64(tensors), 3))
+    torch.testing.assert_close(known, moments_reference(y, None, 31, 1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bare", [True, False])
 def test_each_row_equals_itself_alone_at_its_length(bare, strategy, device, run):
     lengths = [40, 23, 1, 0]
-    x, weight, bias, residual = case(4, 40, 8, 7, 5, device)
+    x, weight, bias, residual = case(4, 40, 8, 7, device)
     bias, residual = (None, None) if bare else (bias, residual)
     for row, length in enumerate(lengths):
         x[row, length:] = 0
-    y, known = conv1d(x, weight, bias, residual, torch.tensor(lengths, device=device), 40, 5, strategy, run=run)
+    y, known = fused((x, weight, bias, residual), torch.tensor(lengths, device=device), 5, strategy, run)
     for row, length in enumerate(lengths[:3]):
         part = slice(row, row + 1)
-        alone = upstream(x[part, :length], weight, bias, None if bare else residual[part, :length], length, 5)
+        alone = upstream(x[part, :length], weight, bias, None if bare else residual[part, :length], 5)
         torch.testing.assert_close(y[part, :length], alone, rtol=1e-4, atol=1e-5)
-        expected = moments_reference(F.pad(alone, (0, 0, 0, 40 - length)), torch.tensor([length], device=device), 40)
+        expected = moments_reference(F.pad(alone, (0, 0, 0, 40 - length)), torch.tensor([length], device=device), 40, 1)
         torch.testing.assert_close(known[part], expected, rtol=1e-4, atol=1e-4)
         assert bare or torch.all(y[row, length:] == 0)
 
 
 @pytest.mark.parametrize("shape", [(0, 20, 4), (2, 0, 4)])
 def test_zero_sizes_return_at_once(shape, strategy, device, run):
-    y, known = conv1d(*case(*shape, 3, 1, device), None, shape[1], 1, strategy, run=run)
+    y, known = fused(case(*shape, 3, device), None, 1, strategy, run)
     assert y.shape == shape and known.numel() == 0
 
 
 def test_outside_the_envelope_the_reference_runs_and_is_counted(strategy, device, run):
-    tensors = in_fp64(case(2, 22, 4, 3, 5, device))
-    y, known = conv1d(*tensors, None, 22, 5, strategy, run=run)
-    torch.testing.assert_close(y, upstream(*tensors, 22, 5))
-    torch.testing.assert_close(known, moments_reference(y, None, 22))
+    tensors = in_fp64(case(2, 22, 4, 3, device))
+    y, known = fused(tensors, None, 5, strategy, run)
+    torch.testing.assert_close(y, upstream(*tensors, 5))
+    torch.testing.assert_close(known, moments_reference(y, None, 22, 1))
     (reason,) = TALLIES.of(run.receipt).fallbacks
     assert "float64" in reason and TALLIES.of(run.receipt).calls == 0
 
 
 def test_wrong_arguments_are_named(device):
-    x, weight, bias, residual = case(2, 30, 4, 3, 5, device)
+    x, weight, bias, residual = case(2, 30, 4, 3, device)
 
-    def reason(x=x, weight=weight, bias=bias, residual=residual, frames=30, dilation=5, strategy="views"):
+    def reason(x=x, weight=weight, bias=bias, residual=residual, frames=30, dilation=5, strategy="taps_last"):
         return conv1d.unsupported(x, weight, bias, residual, None, frames, dilation, strategy)
 
     assert reason() is None
@@ -104,8 +113,22 @@ def test_wrong_arguments_are_named(device):
     assert "odd taps" in reason(weight=weight[:, :2].contiguous())
     assert "residual" in reason(residual=residual[:, :29])
     assert "dtypes" in reason(weight=weight.half())
-    with pytest.raises(KeyError, match="no conv1d strategy named 'magic'; known: views"):
+    with pytest.raises(KeyError, match="no conv1d strategy named 'magic'; known: taps_first, taps_last"):
         reason(strategy="magic")
+
+
+@pytest.mark.parametrize(
+    ("rows", "channels", "taps", "dilation", "strategy"),
+    [
+        (1, 128, 3, 1, "taps_last"),
+        (1, 128, 3, 3, "taps_first"),
+        (1, 128, 11, 5, "taps_last"),
+        (8, 256, 11, 1, "taps_first"),
+        (8, 1024, 3, 1, "taps_last"),
+    ],
+)
+def test_the_strategy_is_the_one_measured(rows, channels, taps, dilation, strategy):
+    assert fastest(rows, channels, taps, dilation) == strategy
 
 
 def normed(**changes):

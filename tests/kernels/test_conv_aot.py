@@ -9,24 +9,37 @@ pytestmark = pytest.mark.aot
 
 BLOCK = {"BLOCK_T": BLOCK_FRAMES, "BLOCK_C": BLOCK_CHANNELS}
 MOMENTS = dict.fromkeys(("x_ptr", "y_ptr", "moments_ptr", "bias_ptr", "residual_ptr"), "*fp32") | dict.fromkeys(
-    ("C", "T", "CHUNK_T", "chunks", *(f"stride_{name}" for name in ("xb", "xt", "xc", "rb", "rt", "rc"))), "i32"
+    (
+        *("C", "T", "CHUNK_T", "chunks", "per_phase"),
+        *(f"stride_{name}" for name in ("xb", "xt", "xc", "rb", "rt", "rc")),
+    ),
+    "i32",
 ) | {"lengths_ptr": "*i64"}  # fmt: skip
 ADAIN = dict.fromkeys(
     ("x_ptr", "y_ptr", "moments_ptr", "style_ptr", "weight_ptr", "bias_ptr", "alpha_ptr"), "*fp32"
 ) | dict.fromkeys(
-    ("C", "T", "PADDED", "CHUNK_T", "chunks", "stride_xb", "stride_xt", "stride_style"), "i32"
+    (
+        *("C", "T", "PADDED", "CHUNK_T", "chunks", "x_per_phase", "y_per_phase"),
+        *("stride_xb", "stride_xt", "stride_style"),
+    ),
+    "i32",
 ) | {"lengths_ptr": "*i64", "eps": "fp32", "slope": "fp32"}  # fmt: skip
+PLAIN = {"X_PHASES": 1, "Y_PHASES": 1}
 CONFIGURATIONS = {  # kernel, signature, constants
     "read only": (
         "moments:_moments_kernel",
         MOMENTS,
-        {"y_ptr": None, "bias_ptr": None, "residual_ptr": None, "stride_xc": 1},
+        {"y_ptr": None, "bias_ptr": None, "residual_ptr": None, "stride_xc": 1, "PHASES": 5},
     ),
-    "residual": ("moments:_moments_kernel", MOMENTS, {"stride_xc": 1, "stride_rc": 1}),
-    "channels first": ("moments:_moments_kernel", MOMENTS, {"bias_ptr": None, "residual_ptr": None, "stride_xt": 1}),
-    "snake": ("adain_channels_last:_adain_kernel", ADAIN, {"MAX_CHUNKS": MAX_CHUNKS}),
-    "leaky relu": ("adain_channels_last:_adain_kernel", ADAIN, {"MAX_CHUNKS": MAX_CHUNKS, "alpha_ptr": None}),
-}  # fmt: skip
+    "residual": ("moments:_moments_kernel", MOMENTS, {"stride_xc": 1, "stride_rc": 1, "PHASES": 3}),
+    "channels first": (
+        "moments:_moments_kernel",
+        MOMENTS,
+        {"bias_ptr": None, "residual_ptr": None, "stride_xt": 1, "PHASES": 1},
+    ),
+    "snake": ("adain_channels_last:_adain_kernel", ADAIN, PLAIN | {"MAX_CHUNKS": MAX_CHUNKS, "Y_PHASES": 5}),
+    "leaky relu": ("adain_channels_last:_adain_kernel", ADAIN, PLAIN | {"MAX_CHUNKS": MAX_CHUNKS, "alpha_ptr": None}),
+}
 
 
 def _request(name: str, target: str) -> Request:

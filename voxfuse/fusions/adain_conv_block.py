@@ -1,21 +1,29 @@
-"""AdaIN + Snake residual blocks (StyleTTS 2, Kokoro) channels last: each convolution with its pointwise neighbours.
+"""AdaIN residual blocks (StyleTTS 2, Kokoro) channels last: each convolution with its pointwise neighbours.
 
-Between two convolutions stand two passes: bias, residual and moments in the one, AdaIN and Snake in the other. A bias
-in front of an AdaIN is left out: the instance norm takes any constant of a channel away again. Parameters stay as
-upstream made them; folded and repacked weights live beside the modules. Source: AdaINResBlock1.forward in
-kokoro/istftnet.py.
+Between two convolutions stand two passes: bias, residual and moments in the one, AdaIN and activation in the other. A
+bias in front of an AdaIN is left out: the instance norm takes any constant of a channel away again. Parameters stay as
+upstream made them; folded and repacked weights live beside the modules, zeros filling them up to channels that cuDNN
+has fast kernels for. Source: AdaINResBlock1 and AdainResBlk1d in kokoro/istftnet.py.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from voxfuse.fusions import adain_resblock
+from voxfuse.fusions.folded import output_lengths
+from voxfuse.fusions.polyphase import upsample_each_channel
 from voxfuse.kernels._op import Run
+from voxfuse.kernels._packs import pack
 from voxfuse.kernels.adain_channels_last import adain_channels_last
-from voxfuse.kernels.conv1d import conv1d, conv_unsupported, packed_weight, padded_frames
+from voxfuse.kernels.conv1d import STRATEGIES, conv1d, conv_unsupported, fastest, packed_weight
+from voxfuse.kernels.mean_act import mean_act
 from voxfuse.kernels.moments import FLOAT_TYPES, moments, residual_moments
 from voxfuse.records import Fusion
 
@@ -52,33 +60,129 @@ def unsupported(block: Any, x: torch.Tensor, style: torch.Tensor) -> str | None:
     return None
 
 
-def adain_conv_block(
-    block: Any, x: torch.Tensor, style: torch.Tensor, lengths: torch.Tensor | None, run: Run
+def run_block(block: Any, x: torch.Tensor, style: torch.Tensor, run: Run) -> torch.Tensor:
+    """AdaINResBlock1.forward: x [rows, channels, frames] in any layout, style [rows, style_dim]; the result is channels
+    last in memory."""
+    norms = snake_norms(block)
+    projected = iter(padded_styles(block, [(norm, x.shape[1]) for norm in norms], style))
+    x = x.transpose(1, 2)
+    if x.stride(2) == 1:
+        known = moments(x, None, x.shape[1], 1, run=run)
+    else:
+        x, known = residual_moments(x, None, None, None, x.shape[1], 1, run=run)
+    return adain_snake_block(block, x, known, projected, None, run).transpose(1, 2)
+
+
+def snake_norms(block: Any) -> list[Any]:
+    """The AdaIN modules of an AdaINResBlock1 in the order of their use."""
+    return [norm for pair in zip(block.adain1, block.adain2, strict=True) for norm in pair]
+
+
+def padded_styles(module: nn.Module, norms: Sequence[tuple[Any, int]], style: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """γ and β of every AdaIN, each [rows, 2·width] with zeros behind its channels, from style [rows, style_dim] in one
+    matrix product; packed beside ``module``."""
+
+    def build() -> tuple[torch.Tensor, torch.Tensor]:
+        weights, biases = [], []
+        for norm, width in norms:
+            spare = width - norm.norm.num_features
+            weights.append(F.pad(norm.fc.weight.unflatten(0, (2, -1)), (0, 0, 0, spare)).flatten(0, 1))
+            biases.append(F.pad(norm.fc.bias.unflatten(0, (2, -1)), (0, spare)).flatten())
+        return torch.cat(weights), torch.cat(biases)
+
+    sources = [parameter for norm, _ in norms for parameter in (norm.fc.weight, norm.fc.bias)]
+    weight, bias = pack(module, "padded_styles", sources, build)
+    return F.linear(style, weight, bias).split([2 * width for _, width in norms], dim=1)
+
+
+def adain_snake_block(
+    block: Any,
+    x: torch.Tensor,
+    known: torch.Tensor,
+    projected: Iterator[torch.Tensor],
+    lengths: torch.Tensor | None,
+    run: Run,
 ) -> torch.Tensor:
     """AdaINResBlock1: three times x + conv2(snake(adain2(conv1(snake(adain1(x)))))).
 
-    x [rows, channels, frames] in any layout, style [rows, style_dim], ``lengths`` [rows] valid frames or None. The
-    result [rows, channels, frames] is channels last in memory and zero behind each row's valid length.
+    x [rows, frames, channels] contiguous, ``known`` its moments, ``projected`` the styles of ``snake_norms``,
+    ``lengths`` [rows] valid frames or None. The result is like x, zero behind each row's valid length.
     """
-    frames = x.shape[2]
-    norms = [norm for pair in zip(block.adain1, block.adain2, strict=True) for norm in pair]
-    projected = iter(adain_resblock.styles(block, norms, style))
-
-    def activated(y: torch.Tensor, known: torch.Tensor, adain: Any, alpha: torch.Tensor, d: int) -> torch.Tensor:
-        norm, padded = adain.norm, padded_frames(frames, d)
-        affine = norm.weight, norm.bias
-        return adain_channels_last(y, known, next(projected), *affine, alpha, lengths, padded, norm.eps, 0.0, run=run)
-
-    x = x.transpose(1, 2)
-    if x.stride(2) == 1:
-        known = moments(x, lengths, frames, run=run)
-    else:
-        x, known = residual_moments(x, None, None, lengths, frames, run=run)
+    frames = x.shape[1]
     stages = zip(block.convs1, block.convs2, block.adain1, block.adain2, block.alpha1, block.alpha2, strict=True)
     for conv1, conv2, adain1, adain2, alpha1, alpha2 in stages:
         d1, d2 = conv1.dilation[0], conv2.dilation[0]
-        y = activated(x, known, adain1, alpha1, d1)
-        y, known = conv1d(y, packed_weight(conv1), None, None, lengths, frames, d1, "views", run=run)
-        y = activated(y, known, adain2, alpha2, d2)
-        x, known = conv1d(y, packed_weight(conv2), conv2.bias, x, lengths, frames, d2, "views", run=run)
-    return x.transpose(1, 2)
+        y = _activated(adain1, x, known, next(projected), alpha1, lengths, frames, (1, d1), 0.0, run)
+        y, known = _convolved(conv1, y, False, None, lengths, frames, run)
+        y = _activated(adain2, y, known, next(projected), alpha2, lengths, frames, (d1, d2), 0.0, run)
+        x, known = _convolved(conv2, y, True, x, lengths, frames, run)
+    return x
+
+
+def adain_leaky_relu_block(
+    block: Any,
+    x: torch.Tensor,
+    known: torch.Tensor,
+    projected: Iterator[torch.Tensor],
+    lengths: torch.Tensor | None,
+    run: Run,
+) -> torch.Tensor:
+    """AdainResBlk1d.forward: (conv2(act(adain2(conv1(pool(act(adain1(x))))))) + shortcut(x)) / √2.
+
+    x [rows, frames, at least the block's channels, the rest being zero] contiguous, ``known`` its moments,
+    ``projected`` two styles, ``lengths`` [rows] valid frames or None. The result [rows, frames or twice as many, out
+    channels] is zero behind each row's valid length.
+    """
+    _, frames, width = x.shape
+    slope = block.actv.negative_slope
+    y = _activated(block.norm1, x, known, next(projected), None, lengths, frames, (1, 1), slope, run)
+    shortcut = x[:, :, : block.conv1.in_channels]
+    if block.learned_sc:
+        shortcut = STRATEGIES["taps_last"](x, packed_weight(block.conv1x1, width), 1)
+    if block.upsample_type != "none":
+        y, shortcut = upsample_each_channel(block.pool, y), shortcut.repeat_interleave(2, dim=1)
+        frames = y.shape[1]
+        if lengths is not None:
+            lengths = output_lengths(block.pool, lengths)
+            y = mean_act(y.transpose(1, 2), None, None, lengths, 1.0, 1.0, run=run).transpose(1, 2)  # its bias: cleared
+    y, known = _convolved(block.conv1, y, False, None, lengths, frames, run)
+    y = _activated(block.norm2, y, known, next(projected), None, lengths, frames, (1, 1), slope, run)
+    y, _ = _convolved(block.conv2, y, True, shortcut, lengths, frames, run)
+    return y * math.sqrt(0.5)
+
+
+def _activated(
+    adain: Any,
+    x: torch.Tensor,
+    known: torch.Tensor,
+    style: torch.Tensor,
+    alpha: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    frames: int,
+    phases: tuple[int, int],
+    slope: float,
+    run: Run,
+) -> torch.Tensor:
+    weight, bias = adain.norm.weight, adain.norm.bias
+    if (spare := x.shape[2] - adain.norm.num_features) and weight is not None:
+        weight, bias = pack(
+            adain, f"affine {spare}", [weight, bias], lambda: (F.pad(weight, (0, spare)), F.pad(bias, (0, spare)))
+        )
+    return adain_channels_last(
+        x, known, style, weight, bias, alpha, lengths, frames, *phases, adain.norm.eps, slope, run=run
+    )
+
+
+def _convolved(
+    conv: Any,
+    y: torch.Tensor,
+    biased: bool,
+    residual: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    frames: int,
+    run: Run,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, _, width = y.shape
+    weight, d = packed_weight(conv, width), conv.dilation[0]
+    strategy = fastest(rows, width, weight.shape[1], d)
+    return conv1d(y, weight, conv.bias if biased else None, residual, lengths, frames, d, strategy, run=run)

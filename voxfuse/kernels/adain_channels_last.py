@@ -1,9 +1,10 @@
 """AdaIN and activation, channels last, from known moments: y = act((1 + γ) · ((x − μ) / √(σ² + eps) · w + b) + β).
 
-Layouts: x [rows, frames, channels] with unit channel stride; moments as ``voxfuse.kernels.moments`` gives them for x;
+Layouts: x [rows, at least ``frames`` frames, channels] in ``x_phases`` phases (``_phases``) with unit channel stride;
+moments as ``voxfuse.kernels.moments`` gives them for x;
 style [rows, 2·channels] holds γ then β; w, b [channels] or None; alpha [channels] selects Snake, act(v) = v +
-sin²(alpha·v) / alpha, and None selects LeakyReLU with ``slope``. y [rows, ``padded`` frames, channels] contiguous, zero
-behind each row's valid length: a convolution with dilation d takes it as a (padded / d, d) view.
+sin²(alpha·v) / alpha, and None selects LeakyReLU with ``slope``. y [rows, padded frames, channels] contiguous, in
+``y_phases`` phases for a convolution with that dilation, zero behind each row's valid length.
 Contract: same-precision. Moments merged without cancellation, arithmetic in fp32.
 Envelope: fp32, fp16, bf16, one type for all but the moments; inference only.
 Source: AdaIN1d and the Snake line of AdaINResBlock1 in kokoro/istftnet.py (StyleTTS 2, arXiv:2306.07691).
@@ -12,11 +13,11 @@ Source: AdaIN1d and the Snake line of AdaINResBlock1 in kokoro/istftnet.py (Styl
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from voxfuse.kernels._launch import launch
 from voxfuse.kernels._math import merge_moments
 from voxfuse.kernels._op import fused_op
+from voxfuse.kernels._phases import from_phases, padded_frames, phase_position, to_phases
 from voxfuse.kernels._triton import tl, triton
 from voxfuse.kernels.adain import _activate, _activated, _coefficients
 from voxfuse.kernels.moments import (
@@ -31,10 +32,11 @@ from voxfuse.kernels.moments import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "PADDED", "CHUNK_T", "chunks"])
+@triton.jit(do_not_specialize=["T", "PADDED", "CHUNK_T", "chunks", "x_per_phase", "y_per_phase"])
 def _adain_kernel(
     x_ptr, y_ptr, moments_ptr, style_ptr, weight_ptr, bias_ptr, alpha_ptr, lengths_ptr,
-    C, T, PADDED, CHUNK_T, chunks, stride_xb, stride_xt, stride_style, eps, slope,
+    C, T, PADDED, CHUNK_T, chunks, x_per_phase, y_per_phase, stride_xb, stride_xt, stride_style, eps, slope,
+    X_PHASES: tl.constexpr, Y_PHASES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MAX_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """One program a (row, chunk of frames, block of channels): merges the row's moments, then goes over its frames."""
@@ -61,11 +63,13 @@ def _adain_kernel(
     for start in range(first, tl.minimum(first + CHUNK_T, PADDED), BLOCK_T):
         t = (start + tl.arange(0, BLOCK_T))[:, None]
         valid = (t < length) & inside
-        x = tl.load(x_ptr + row * stride_xb + t * stride_xt + channel[None, :], mask=valid, other=0.0)
+        frame = x_ptr + row * stride_xb + phase_position(t, x_per_phase, X_PHASES) * stride_xt
+        x = tl.load(frame + channel[None, :], mask=valid, other=0.0)
         deviation = x.to(tl.float32) - mean[None, :]  # [BLOCK_T, BLOCK_C]
         y = _activated(deviation, rstd[None, :], scale[None, :], shift[None, :], alpha, slope, alpha_ptr is not None)
         y = tl.where(valid, y, 0.0).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row * PADDED * C + t * C + channel[None, :], y, mask=(t < PADDED) & inside)
+        target = y_ptr + row * PADDED * C + phase_position(t, y_per_phase, Y_PHASES) * C
+        tl.store(target + channel[None, :], y, mask=(t < PADDED) & inside)
 
 
 def unsupported(
@@ -76,19 +80,23 @@ def unsupported(
     bias: torch.Tensor | None,
     alpha: torch.Tensor | None,
     lengths: torch.Tensor | None,
-    padded: int,
+    frames: int,
+    x_phases: int,
+    y_phases: int,
     eps: float,
     slope: float,
 ) -> str | None:
     """Why a call is outside the envelope, or None."""
-    if x.dim() != 3 or x.stride(2) != 1 or x.shape[1] > padded:
-        return f"x must be [rows, at most {padded} frames, channels], channels last, got {tuple(x.shape)} {x.stride()}"
+    if x.dim() != 3 or x.stride(2) != 1 or x.shape[1] < frames:
+        return f"x must be [rows, {frames} frames, channels], channels last, got {tuple(x.shape)} {x.stride()}"
+    if x_phases > 1 and x.shape[1] != padded_frames(frames, x_phases):
+        return f"x in {x_phases} phases must have {padded_frames(frames, x_phases)} frames, got {x.shape[1]}"
     tensors = [tensor for tensor in (x, style, weight, bias, alpha) if tensor is not None]
     if x.dtype not in FLOAT_TYPES or any(tensor.dtype != x.dtype for tensor in tensors):
         return f"dtypes must be one of fp32, fp16 and bf16, the same for all, got {[str(t.dtype) for t in tensors]}"
-    rows, frames, channels = x.shape
-    if padded * x.stride(1) >= MAX_ROW_ELEMENTS:
-        return f"a row must span fewer than 2^31 elements, got {padded} frames at stride {x.stride(1)}"
+    rows, held, channels = x.shape
+    if max(held, padded_frames(frames, y_phases)) * max(x.stride(1), channels) >= MAX_ROW_ELEMENTS:
+        return f"a row must span fewer than 2^31 elements, got {held} frames at stride {x.stride(1)}"
     chunks = triton.cdiv(frames, chunk_frames(frames))
     if moments.shape != (rows, chunks, 2, channels) or not moments.is_contiguous() or moments.dtype != torch.float32:
         return f"moments must be contiguous fp32 {(rows, chunks, 2, channels)}, got {tuple(moments.shape)}"
@@ -111,12 +119,14 @@ def reference(
     bias: torch.Tensor | None,
     alpha: torch.Tensor | None,
     lengths: torch.Tensor | None,
-    padded: int,
+    frames: int,
+    x_phases: int,
+    y_phases: int,
     eps: float,
     slope: float,
 ) -> torch.Tensor:
     """The same in plain torch, channels last: moments merged, then upstream's chain behind the instance norm."""
-    frames = x.shape[1]
+    x = from_phases(x, frames, x_phases)
     valid = valid_frames(x, lengths)
     counts = torch.stack([part.sum(1) for part in valid.split(chunk_frames(frames), 1)], dim=1)  # [rows, chunks, 1]
     total = counts.sum(1, keepdim=True).clamp(min=1)
@@ -129,18 +139,18 @@ def reference(
     gamma, beta = style.unsqueeze(1).chunk(2, dim=2)
     y = (1 + gamma) * norm + beta
     y = _activate(y.transpose(1, 2), alpha, slope).transpose(1, 2)
-    return F.pad(torch.where(valid, y, 0.0).to(x.dtype), (0, 0, 0, padded - frames))
+    return to_phases(torch.where(valid, y, 0.0).to(x.dtype), y_phases)
 
 
 def _fake(x: torch.Tensor, *others: object) -> torch.Tensor:
-    padded = others[6]
-    return x.new_empty(x.shape[0], padded, x.shape[2])  # type: ignore[call-overload]
+    frames, _, y_phases, *_ = others[6:]
+    return x.new_empty(x.shape[0], padded_frames(frames, y_phases), x.shape[2])  # type: ignore[arg-type]
 
 
 @fused_op(
     "adain_channels_last",
-    "(Tensor x, Tensor moments, Tensor style, Tensor? weight, Tensor? bias, Tensor? alpha, Tensor? lengths, int padded,"
-    " float eps, float slope) -> Tensor",
+    "(Tensor x, Tensor moments, Tensor style, Tensor? weight, Tensor? bias, Tensor? alpha, Tensor? lengths, int frames,"
+    " int x_phases, int y_phases, float eps, float slope) -> Tensor",
     reference=reference,
     unsupported=unsupported,
     fake=_fake,
@@ -153,12 +163,15 @@ def adain_channels_last(
     bias: torch.Tensor | None,
     alpha: torch.Tensor | None,
     lengths: torch.Tensor | None,
-    padded: int,
+    frames: int,
+    x_phases: int,
+    y_phases: int,
     eps: float,
     slope: float,
 ) -> torch.Tensor:
-    """AdaIN and activation of x [rows, frames, channels]; shapes and formula in the module's docstring."""
-    rows, frames, channels = x.shape
+    """AdaIN and activation of x, channels last; shapes and formula in the module's docstring."""
+    rows, _, channels = x.shape
+    padded = padded_frames(frames, y_phases)
     y = torch.empty((rows, padded, channels), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
@@ -167,9 +180,13 @@ def adain_channels_last(
         _adain_kernel,
         rows * triton.cdiv(padded, chunk) * triton.cdiv(channels, BLOCK_CHANNELS),
         (x, y, moments, style, weight, bias, alpha, lengths),
-        (channels, frames, padded, chunk, moments.shape[1], x.stride(0), x.stride(1), style.stride(0)),
+        (
+            *(channels, frames, padded, chunk, moments.shape[1]),
+            *(padded_frames(frames, x_phases) // x_phases, padded // y_phases),
+            *(x.stride(0), x.stride(1), style.stride(0)),
+        ),
         (eps, slope),
-        (BLOCK_FRAMES, BLOCK_CHANNELS, MAX_CHUNKS),
+        (x_phases, y_phases, BLOCK_FRAMES, BLOCK_CHANNELS, MAX_CHUNKS),
         OPTIONS,
     )
     return y

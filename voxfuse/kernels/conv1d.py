@@ -1,16 +1,18 @@
 """1-D convolution with its neighbours: y = conv(x) + bias + residual, and the moments of y for the AdaIN behind it.
 
-Layouts: x [rows, padded frames, in channels] contiguous, zero behind each row's valid length, where ``padded`` is the
-least multiple of the dilation d that holds ``frames``; weight [out channels, taps, in channels] contiguous
-(``packed_weight``); bias [out channels]; residual and y [rows, frames, out channels]; moments as in
-``voxfuse.kernels.moments``. Padding keeps the length: d·(taps − 1)/2 frames of zeros on both sides, taps odd.
-With neither bias nor residual, y is not masked behind the valid length (its moments are).
+Layouts: x [rows, padded frames, in channels] contiguous, in as many phases as the dilation d (``_phases``), zero behind
+each row's valid length; weight [out channels, taps, in channels] contiguous (``packed_weight``); bias [out channels];
+residual [rows, frames, out channels]; moments as in ``voxfuse.kernels.moments``. Padding keeps the length:
+d·(taps − 1)/2 frames of zeros on both sides, taps odd. With bias or residual y is [rows, frames, out channels], zero
+behind the valid length; with neither it is [rows, padded frames, out channels] in d phases, as cuDNN left it.
 Contract: same-precision; products as ``torch.backends.cudnn`` is set (TF32 by default, as upstream's).
 Envelope: fp32, fp16, bf16, one type for all; stride 1, one group; inference only.
 
-Strategies, by name in ``STRATEGIES``:
-- ``views``: cuDNN on channels-last memory without bias, dilation 1 over a (padded / d, d) view, taps along the first
-  axis (on an H200 cuDNN's dilated kernels take up to twice as long); then one pass for bias, residual and moments.
+Strategies, by name in ``STRATEGIES``; both are cuDNN on channels-last memory without bias and dilation, then one pass
+for bias, residual and moments. They differ in the axis of the image along which the taps lie, for which cuDNN has
+different kernels: up to four times apart on an H200. ``fastest`` is what was measured there.
+- ``taps_first``: images of padded / d × 1.
+- ``taps_last``: images of 1 × padded / d.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from voxfuse.kernels._op import fused_op
 from voxfuse.kernels._packs import pack
-from voxfuse.kernels.moments import FLOAT_TYPES, empty_moments, moments, neighbours_unsupported, residual_moments
+from voxfuse.kernels._phases import from_phases, padded_frames, to_phases
+from voxfuse.kernels.moments import (
+    FLOAT_TYPES,
+    empty_moments,
+    moments,
+    moments_reference,
+    neighbours_unsupported,
+    residual_moments,
+)
 from voxfuse.kernels.moments import reference as residual_moments_reference
-
-
-def padded_frames(frames: int, dilation: int) -> int:
-    """The least multiple of the dilation that holds ``frames``."""
-    return -(-frames // dilation) * dilation
 
 
 def conv_unsupported(conv: nn.Module) -> str | None:
@@ -48,44 +53,52 @@ def conv_unsupported(conv: nn.Module) -> str | None:
     return None
 
 
-def packed_weight(conv: nn.Conv1d) -> torch.Tensor:
-    """The weight of a Conv1d as [out, taps, in], with weight norm folded as its hook would: g · v / ‖v‖."""
+def packed_weight(conv: nn.Conv1d, in_channels: int | None = None, out_channels: int | None = None) -> torch.Tensor:
+    """The weight of a Conv1d as [out, taps, in], with weight norm folded as its hook would: g · v / ‖v‖.
+
+    Zeros fill up to ``in_channels`` and ``out_channels``: cuDNN's fast kernels want multiples.
+    """
+    shape = out_channels or conv.out_channels, in_channels or conv.in_channels
     norm = next((hook for hook in conv._forward_pre_hooks.values() if isinstance(hook, WeightNorm)), None)
+    name = f"channels last {shape}"
     if norm is None:
-        return pack(conv, "channels_last", [conv.weight], lambda: _channels_last(conv.weight))
+        return pack(conv, name, [conv.weight], lambda: _channels_last(conv.weight, shape))
     g, v = getattr(conv, f"{norm.name}_g"), getattr(conv, f"{norm.name}_v")
-    return pack(conv, "channels_last", [g, v], lambda: _channels_last(norm.compute_weight(conv)))
+    return pack(conv, name, [g, v], lambda: _channels_last(norm.compute_weight(conv), shape))
 
 
-def _channels_last(weight: torch.Tensor) -> torch.Tensor:
-    return weight.permute(0, 2, 1).contiguous()
+def _channels_last(weight: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    out_channels, in_channels, _ = weight.shape
+    spare = (0, shape[1] - in_channels, 0, 0, 0, shape[0] - out_channels)
+    return F.pad(weight.permute(0, 2, 1), spare).contiguous()
 
 
-def _convolved(x: torch.Tensor, weight: torch.Tensor, dilation: int) -> torch.Tensor:
-    """Bare convolution of x [rows, padded, in channels] on its (padded / d, d) view: [rows, padded, out channels]."""
+def fastest(rows: int, in_channels: int, taps: int, dilation: int) -> str:
+    """The strategy for a shape, as measured on an H200 (fp32 with TF32; 1 to 8 rows of 2.5 to 10 s of Kokoro)."""
+    images = rows * dilation
+    if images <= 2 or in_channels >= 512 or (in_channels <= 128 and taps >= 11):
+        return "taps_last"
+    return "taps_first"
+
+
+def _taps_first(x: torch.Tensor, weight: torch.Tensor, dilation: int) -> torch.Tensor:
     rows, padded, channels = x.shape
-    image = x.view(rows, padded // dilation, dilation, channels).permute(0, 3, 1, 2)
-    kernel = weight.unsqueeze(2).permute(0, 3, 1, 2)
-    y = F.conv2d(image, kernel, padding=(weight.shape[1] // 2, 0))
+    image = x.view(rows * dilation, padded // dilation, 1, channels).permute(0, 3, 1, 2)
+    y = F.conv2d(image, weight.unsqueeze(2).permute(0, 3, 1, 2), padding=(weight.shape[1] // 2, 0))
     return y.permute(0, 2, 3, 1).reshape(rows, padded, weight.shape[0])
 
 
-def _views(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    frames: int,
-    dilation: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y = _convolved(x, weight, dilation)
-    if bias is None and residual is None:
-        return y[:, :frames], moments.launch(y, lengths, frames)
-    return residual_moments.launch(y, bias, residual, lengths, frames)
+def _taps_last(x: torch.Tensor, weight: torch.Tensor, dilation: int) -> torch.Tensor:
+    rows, padded, channels = x.shape
+    image = x.view(rows * dilation, 1, padded // dilation, channels).permute(0, 3, 1, 2)
+    y = F.conv2d(image, weight.unsqueeze(1).permute(0, 3, 1, 2), padding=(0, weight.shape[1] // 2))
+    return y.permute(0, 2, 3, 1).reshape(rows, padded, weight.shape[0])
 
 
-STRATEGIES: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {"views": _views}
+STRATEGIES: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+    "taps_first": _taps_first,
+    "taps_last": _taps_last,
+}
 
 
 def unsupported(
@@ -122,8 +135,11 @@ def reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Upstream's dilated convolution, then the reference of the neighbours."""
     padding = dilation * (weight.shape[1] - 1) // 2
-    y = F.conv1d(x[:, :frames].transpose(1, 2), weight.transpose(1, 2), bias, padding=padding, dilation=dilation)
-    return residual_moments_reference(y.transpose(1, 2), None, residual, lengths, frames)
+    plain = from_phases(x, frames, dilation).transpose(1, 2)
+    y = F.conv1d(plain, weight.transpose(1, 2), bias, padding=padding, dilation=dilation).transpose(1, 2)
+    if bias is None and residual is None:
+        return to_phases(y, dilation), moments_reference(y, lengths, frames, 1)
+    return residual_moments_reference(y, None, residual, lengths, frames, 1)
 
 
 def _fake(
@@ -136,8 +152,7 @@ def _fake(
     dilation: int,
     strategy: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    bare = bias is None and residual is None
-    y = x.new_empty(x.shape[0], x.shape[1] if bare else frames, weight.shape[0])[:, :frames]
+    y = x.new_empty(x.shape[0], x.shape[1] if bias is None and residual is None else frames, weight.shape[0])
     return y, empty_moments(y, frames)
 
 
@@ -159,8 +174,10 @@ def conv1d(
     dilation: int,
     strategy: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y [rows, frames, out channels] and its moments; shapes and formula in the module's docstring."""
+    """y and its moments; shapes and formula in the module's docstring. Raises KeyError for an unknown strategy."""
     if x.shape[0] * frames * weight.shape[0] == 0:
-        y = x.new_empty(x.shape[0], frames, weight.shape[0])
-        return y, empty_moments(y, frames)
-    return STRATEGIES[strategy](x, weight, bias, residual, lengths, frames, dilation)
+        return _fake(x, weight, bias, residual, lengths, frames, dilation, strategy)
+    y = STRATEGIES[strategy](x, weight, dilation)
+    if bias is None and residual is None:
+        return y, moments.launch(y, lengths, frames, dilation)
+    return residual_moments.launch(y, bias, residual, lengths, frames, dilation)

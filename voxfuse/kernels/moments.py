@@ -1,9 +1,10 @@
 """What stands after a convolution, in one pass: y = x + bias + residual, and the moments of y for the next AdaIN.
 
-Layouts: x [rows, at least ``frames`` frames, channels], residual [rows, frames, channels], any strides; bias
-[channels]; y [rows, frames, channels] contiguous, zero behind each row's valid length (``lengths`` [rows]; all frames
-for None). Moments [rows, chunks, 2, channels] in fp32: mean, and sum of squared deviations from it, of each chunk of
-``chunk_frames(frames)`` frames, as far as they are valid. The moments are those of y as it was rounded to its type.
+Layouts: x [rows, at least ``frames`` frames, channels] in ``phases`` phases (``_phases``; exactly the padded frames
+where there are several), residual [rows, frames, channels], any strides; bias [channels]; y [rows, frames, channels]
+contiguous, zero behind each row's valid length (``lengths`` [rows]; all frames for None). Moments [rows, chunks, 2,
+channels] in fp32: mean, and sum of squared deviations from it, of each chunk of ``chunk_frames(frames)`` frames, as far
+as they are valid. The moments are those of y as it was rounded to its type.
 Contract: same-precision. Arithmetic in fp32, one rounding where eager rounds after each of the two additions. Moments
 by Welford (1962), merged without cancellation. Envelope: fp32, fp16, bf16, one type for all tensors; inference only.
 Source: ``xt + x`` around the convolutions of AdaINResBlock1 in kokoro/istftnet.py, and the statistics of its AdaIN1d.
@@ -16,6 +17,7 @@ import torch
 from voxfuse.kernels._launch import launch
 from voxfuse.kernels._math import merge_moments
 from voxfuse.kernels._op import fused_op
+from voxfuse.kernels._phases import from_phases, padded_frames, phase_position
 from voxfuse.kernels._triton import tl, triton
 
 MAX_ROW_ELEMENTS = 2**31 - 2**16  # offsets within a row are int32, and the last block may reach past its end
@@ -26,11 +28,11 @@ OPTIONS = (("num_warps", 8),)
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@triton.jit(do_not_specialize=["T", "CHUNK_T", "chunks"])
+@triton.jit(do_not_specialize=["T", "CHUNK_T", "chunks", "per_phase"])
 def _moments_kernel(
     x_ptr, y_ptr, moments_ptr, bias_ptr, residual_ptr, lengths_ptr,
-    C, T, CHUNK_T, chunks, stride_xb, stride_xt, stride_xc, stride_rb, stride_rt, stride_rc,
-    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    C, T, CHUNK_T, chunks, per_phase, stride_xb, stride_xt, stride_xc, stride_rb, stride_rt, stride_rc,
+    PHASES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One program a (row, chunk of frames, block of channels), last rows first: they are what the convolution has left
     in L2."""
@@ -52,7 +54,8 @@ def _moments_kernel(
     for start in range(first, tl.minimum(first + CHUNK_T, T), BLOCK_T):
         t = (start + lane)[:, None]
         valid = (t < length) & inside
-        x = tl.load(x_ptr + row * stride_xb + t * stride_xt + channel[None, :] * stride_xc, mask=valid, other=0.0)
+        frame = x_ptr + row * stride_xb + phase_position(t, per_phase, PHASES) * stride_xt
+        x = tl.load(frame + channel[None, :] * stride_xc, mask=valid, other=0.0)
         y = x.to(tl.float32) + bias  # [BLOCK_T, BLOCK_C]
         if residual_ptr is not None:
             source = residual_ptr + row * stride_rb + t * stride_rt + channel[None, :] * stride_rc
@@ -107,14 +110,21 @@ def _span(x: torch.Tensor, frames: int) -> int:
 
 
 def unsupported(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, lengths: torch.Tensor | None, frames: int
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    frames: int,
+    phases: int,
 ) -> str | None:
     """Why a call is outside the envelope, or None."""
     if x.dim() != 3 or x.shape[1] < frames:
         return f"x must be [rows, at least {frames} frames, channels], got {tuple(x.shape)}"
+    if phases > 1 and x.shape[1] != padded_frames(frames, phases):
+        return f"x in {phases} phases must have {padded_frames(frames, phases)} frames, got {x.shape[1]}"
     if x.dtype not in FLOAT_TYPES:
         return f"x must be fp32, fp16 or bf16, got {x.dtype}"
-    if _span(x, frames) >= MAX_ROW_ELEMENTS:
+    if _span(x, x.shape[1]) >= MAX_ROW_ELEMENTS:
         return f"a row of x must span fewer than 2^31 elements, got strides {x.stride()}"
     return neighbours_unsupported((x.shape[0], frames, x.shape[2]), x.dtype, bias, residual, lengths)
 
@@ -126,19 +136,24 @@ def valid_frames(x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
 
 
 def reference(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, lengths: torch.Tensor | None, frames: int
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    frames: int,
+    phases: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The upstream chain, and the moments of its result by chunk."""
-    y = x[:, :frames]
+    y = from_phases(x, frames, phases)
     for term in (bias, residual):
         y = y if term is None else y + term
     y = torch.where(valid_frames(y, lengths), y, 0.0).contiguous()
-    return y, moments_reference(y, lengths, frames)
+    return y, moments_reference(y, lengths, frames, 1)
 
 
-def moments_reference(x: torch.Tensor, lengths: torch.Tensor | None, frames: int) -> torch.Tensor:
+def moments_reference(x: torch.Tensor, lengths: torch.Tensor | None, frames: int, phases: int) -> torch.Tensor:
     """The moments of the first ``frames`` frames of x by chunk, in fp32 (fp64 for x in fp64)."""
-    x = x[:, :frames].to(torch.promote_types(x.dtype, torch.float32))
+    x = from_phases(x, frames, phases).to(torch.promote_types(x.dtype, torch.float32))
     valid = valid_frames(x, lengths)
     parts = [x.new_zeros(x.shape[0], 0, 2, x.shape[2])]
     for first in range(0, frames, chunk_frames(frames)):
@@ -163,6 +178,7 @@ def _launch(
     residual: torch.Tensor | None,
     lengths: torch.Tensor | None,
     frames: int,
+    phases: int,
 ) -> torch.Tensor:
     moments = empty_moments(x, frames)
     rows, chunks, _, channels = moments.shape
@@ -172,11 +188,12 @@ def _launch(
             rows * chunks * triton.cdiv(channels, BLOCK_CHANNELS),
             (x, y, moments, bias, residual, lengths),
             (
-                *(channels, frames, chunk_frames(frames), chunks, *x.stride()),
+                *(channels, frames, chunk_frames(frames), chunks, padded_frames(frames, phases) // phases),
+                *x.stride(),
                 *((0, 0, 0) if residual is None else residual.stride()),
             ),
             (),
-            (BLOCK_FRAMES, BLOCK_CHANNELS),
+            (phases, BLOCK_FRAMES, BLOCK_CHANNELS),
             OPTIONS,
         )
     return moments
@@ -184,29 +201,34 @@ def _launch(
 
 @fused_op(
     "moments",
-    "(Tensor x, Tensor? lengths, int frames) -> Tensor",
+    "(Tensor x, Tensor? lengths, int frames, int phases) -> Tensor",
     reference=moments_reference,
-    unsupported=lambda x, lengths, frames: unsupported(x, None, None, lengths, frames),
-    fake=lambda x, lengths, frames: empty_moments(x, frames),
+    unsupported=lambda x, lengths, frames, phases: unsupported(x, None, None, lengths, frames, phases),
+    fake=lambda x, lengths, frames, phases: empty_moments(x, frames),
 )
-def moments(x: torch.Tensor, lengths: torch.Tensor | None, frames: int) -> torch.Tensor:
+def moments(x: torch.Tensor, lengths: torch.Tensor | None, frames: int, phases: int) -> torch.Tensor:
     """The moments of the first ``frames`` frames of x; x is only read."""
-    return _launch(x, None, None, None, lengths, frames)
+    return _launch(x, None, None, None, lengths, frames, phases)
 
 
 @fused_op(
     "residual_moments",
-    "(Tensor x, Tensor? bias, Tensor? residual, Tensor? lengths, int frames) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor? bias, Tensor? residual, Tensor? lengths, int frames, int phases) -> (Tensor, Tensor)",
     reference=reference,
     unsupported=unsupported,
-    fake=lambda x, bias, residual, lengths, frames: (
+    fake=lambda x, bias, residual, lengths, frames, phases: (
         x.new_empty(x.shape[0], frames, x.shape[2]),
         empty_moments(x, frames),
     ),
 )
 def residual_moments(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, lengths: torch.Tensor | None, frames: int
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    frames: int,
+    phases: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y and its moments; shapes and formula in the module's docstring."""
     y = torch.empty((x.shape[0], frames, x.shape[2]), dtype=x.dtype, device=x.device)
-    return y, _launch(x, y, bias, residual, lengths, frames)
+    return y, _launch(x, y, bias, residual, lengths, frames, phases)

@@ -1,0 +1,193 @@
+"""Kokoro's decoder replayed from CUDA graphs: Decoder.forward and Generator.forward.
+
+One graph runner beside each decoder or generator (``graph_runner``) of the length-aware call in ``kokoro_decoder``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.utils.weight_norm import WeightNorm
+
+from voxfuse.fusions import adain_resblock, polyphase, spectral
+from voxfuse.fusions._graph_arena import Arena, CudaArena
+from voxfuse.fusions.buckets import Axes, Buckets, Length, common_length
+from voxfuse.fusions.graph_runner import CapturePolicy, GraphRunner
+from voxfuse.fusions.kokoro_decoder import decode, draw_source, generate, samples_per_frame
+from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
+from voxfuse.kernels.conv1d import conv_unsupported
+from voxfuse.records import Fusion
+
+DECODER_GRAPH = Fusion(
+    name="decoder_graph",
+    stacks=("kokoro",),
+    operations=("decoder", "generator", "stft", "istft"),
+    contract="same-precision",
+    envelope="fp32 on a CUDA GPU, inference without autocast, 1 to 8 rows, 2 to 2048 frames, buckets captured before",
+    kernels=("conv1d", "moments", "adain_channels_last", "mean_act", "stft", "istft", "sine_source"),
+)
+BUCKETS = Buckets(shortest=2)  # of one frame AdaIN has no variance: upstream refuses it
+MEMORY_CAP_BYTES = 4 * 2**30  # for each decoder
+
+
+def decoder_axes(decoder: Any) -> tuple[Axes, ...]:
+    """Axes of asr, f0, energy, style, source and the waveform behind the rows; the length counts frames of asr."""
+    samples = 2 * samples_per_frame(decoder.generator)
+    channels, style = decoder.asr_res[0].in_channels, decoder.encode.norm1.fc.in_features
+    return (channels, Length(1)), (Length(2),), (Length(2),), (style,), (Length(samples),), (1, Length(samples))
+
+
+def generator_axes(generator: Any) -> tuple[Axes, ...]:
+    """Axes of x, style, source and the waveform behind the rows; the length counts frames of x."""
+    samples, style = samples_per_frame(generator), generator.resblocks[0].adain1[0].fc.in_features
+    return (generator.ups[0].in_channels, Length(1)), (style,), (Length(samples),), (1, Length(samples))
+
+
+class Runners:
+    """The graph runners of one fusion, one for each decoder or generator that it served, beside the module.
+
+    ``decoder`` and ``generator`` do what upstream's forward does, by replay, or give the reason why not; either is
+    counted on the receipt. In the second case no random number was drawn.
+    """
+
+    def __init__(
+        self, run: Run, capture: CapturePolicy = "warmup", arena: Callable[[torch.device], Arena] = CudaArena
+    ) -> None:
+        self._run, self._capture, self._arena = run, capture, arena
+        self._held: WeakKeyDictionary[nn.Module, GraphRunner | str] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def decoder(
+        self,
+        decoder: Any,
+        asr: torch.Tensor,
+        f0: torch.Tensor,
+        energy: torch.Tensor,
+        style: torch.Tensor,
+        lengths: torch.Tensor | Sequence[int] | None = None,
+    ) -> torch.Tensor | str:
+        """Decoder.forward; ``lengths`` [rows]: valid frames of asr, for batches of mixed lengths.
+
+        Upstream has no such thing. The source is drawn for all frames of all rows, so a row hears other noise in a
+        batch than alone.
+        """
+        tensors = asr, f0, energy, style.expand(asr.shape[0], -1)
+        return self._replay(decoder, decoder.generator, decode, decoder_axes, tensors, f0, lengths)
+
+    def generator(
+        self,
+        generator: Any,
+        x: torch.Tensor,
+        style: torch.Tensor,
+        f0: torch.Tensor,
+        lengths: torch.Tensor | Sequence[int] | None = None,
+    ) -> torch.Tensor | str:
+        """Generator.forward; ``lengths`` [rows]: valid frames of x."""
+        tensors = x, style.expand(x.shape[0], -1)
+        return self._replay(generator, generator, generate, generator_axes, tensors, f0, lengths)
+
+    def _replay(
+        self,
+        module: nn.Module,
+        generator: Any,
+        call: Callable[..., torch.Tensor],
+        axes: Callable[[Any], tuple[Axes, ...]],
+        tensors: tuple[torch.Tensor, ...],
+        f0: torch.Tensor,
+        lengths: torch.Tensor | Sequence[int] | None,
+    ) -> torch.Tensor | str:
+        reason = unsupported(generator, self._run, *tensors, f0)
+        runner = reason or self._runner(module, call, axes)
+        if isinstance(runner, str):
+            TALLIES.add(self._run.receipt, fallback=runner)
+            return runner
+        length = common_length(tensors, runner.inputs[:-1])
+        found = runner.find(tensors[0].shape[0], length, tensors[0].device, tensors[0].dtype)
+        if isinstance(found, str):
+            runner.count_miss(found)
+            return found
+        return runner.replay(found, *tensors, draw_source(generator, f0), lengths=lengths)
+
+    def _runner(
+        self, module: nn.Module, call: Callable[..., torch.Tensor], axes: Callable[[Any], tuple[Axes, ...]]
+    ) -> GraphRunner | str:
+        with self._lock:
+            held = self._held.get(module)
+            if held is None:
+                with torch.no_grad():  # asked of its structure
+                    held = foreign_part(module)
+            if held is None:
+                *inputs, output = axes(module)
+                held = GraphRunner(
+                    module,
+                    functools.partial(call, run=self._run),
+                    inputs,
+                    output,
+                    BUCKETS,
+                    memory_cap_bytes=MEMORY_CAP_BYTES,
+                    receipt=self._run.receipt,
+                    capture=self._capture,
+                    arena=self._arena,
+                )
+            self._held[module] = held
+            return held
+
+
+def unsupported(generator: Any, run: Run, *inputs: torch.Tensor) -> str | None:
+    """Why a call of the decoder or generator with these inputs must run upstream's code, or None."""
+    if type(generator.stft).__name__ != "TorchSTFT":
+        return f"the model has {type(generator.stft).__name__} (disable_complex=True), which is left as it is"
+    device = inputs[0].device
+    if run.backend != "triton" or device.type != "cuda":
+        return "graphs need a CUDA GPU and backend 'triton'"
+    if needs_dispatch(inputs):
+        return "a dispatch mode is active, or an input is a tensor subclass"
+    if any(tensor.dtype != torch.float32 or tensor.device != device for tensor in inputs):
+        return f"expected fp32 on one device, got {', '.join(f'{t.dtype} on {t.device}' for t in inputs)}"
+    if torch.is_autocast_enabled("cuda"):
+        return "autocast is on"
+    if generator.training:
+        return "the model is in training mode"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *generator.parameters())):
+        return "a gradient is needed; call under torch.no_grad() or torch.inference_mode()"
+    return None
+
+
+def foreign_part(module: nn.Module) -> str | None:
+    """What in a decoder or generator is not as upstream builds it and so rules a graph out, or None."""
+    parts: dict[str, Any] = dict(module.named_modules())
+    for name, part in parts.items():
+        pre_hooks = set(map(type, part._forward_pre_hooks.values())) - {WeightNorm}
+        if part is not module and (part._forward_hooks or pre_hooks):
+            return f"{name} has a forward hook, which a graph would not run"
+    faults = ((name, _fault(part)) for name, part in parts.items())
+    return next((f"{name or type(module).__name__}: {fault}" for name, fault in faults if fault is not None), None)
+
+
+def _fault(part: Any) -> str | None:
+    """Why one module is outside what ``kokoro_decoder`` computes, or None."""
+    if hasattr(part, "adain1"):
+        convolutions = [*part.convs1, *part.convs2]
+        reason = adain_resblock.unsupported(part, [*part.adain1, *part.adain2])
+    elif hasattr(part, "upsample_type"):
+        convolutions = [part.conv1, part.conv2, *([part.conv1x1] if part.learned_sc else [])]
+        reason = adain_resblock.unsupported(part, [part.norm1, part.norm2])
+        if type(part.actv) is not nn.LeakyReLU:
+            reason = f"the activation is {type(part.actv).__name__}, expected LeakyReLU"
+        elif part.upsample_type != "none":
+            reason = reason or polyphase.unsupported(part.pool)
+    elif hasattr(part, "conv_post"):
+        convolutions = [part.conv_post]
+        reasons = [polyphase.unsupported(up) for up in part.ups]
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if part.ups[-1].padding[0] < 1:
+            reason = f"expected padding in the last upsampling convolution, got {part.ups[-1]}"
+    else:
+        return spectral.unsupported(part) if hasattr(part, "win_length") else None
+    return reason or next((reason for conv in convolutions if (reason := conv_unsupported(conv)) is not None), None)
