@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import time
@@ -13,13 +14,19 @@ from gpu_suite_state import NOT_REACHED, Row, Suite
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 import voxfuse
+from voxfuse.fusions.graph_runner import capturing
 from voxfuse.patches._kokoro_import import load_kokoro
 
 FRAMES_PER_S = 40
 WORKLOADS = ((1, 10.0), (8, 10.0))  # rows, seconds
 DRY_WORKLOADS = ((1, 0.1),)
 WARM_UPS, REPEATS = 5, 20
-COMPILE_S = 150.0  # what compiling the whole decoder may take
+COMPILE_S = 90.0  # what compiling the whole decoder may take
+ARMS: dict[str, dict[str, list[str]]] = {  # arguments of apply_patches
+    "fusions": {"exclude": ["decoder_graph"]},
+    "graph": {"include": ["decoder_graph", "sine_source"]},
+}
+COMPILE_MODES = {"compile": "default", "compile_graph": "reduce-overhead"}
 
 
 @functools.cache
@@ -74,8 +81,22 @@ def _wall_ms(suite: Suite, call: Callable[[], Any]) -> dict[str, float]:
     return {"median_ms": statistics.median(walls), "min_ms": min(walls), "max_ms": max(walls)}
 
 
-def _patched(suite: Suite, decoder: torch.nn.Module) -> Any:
-    return voxfuse.apply_patches(decoder, policy="all", backend=suite.run.backend, strict=True)
+@contextlib.contextmanager
+def _patched(suite: Suite, decoder: torch.nn.Module, arm: str, inputs: tuple[torch.Tensor, ...]) -> Iterator[Any]:
+    """The decoder patched as an arm says, its graph captured."""
+    with voxfuse.apply_patches(decoder, policy="all", backend=suite.run.backend, **ARMS[arm]) as patches:
+        with capturing():
+            decoder(*inputs)
+        yield patches
+
+
+def _applied(patches: Any) -> list[dict[str, Any]]:
+    """Calls and fallbacks of what an arm applied and reached: inner fusions are idle where a graph serves."""
+    return [
+        {"fusion": receipt.fusion, "calls": receipt.calls, "fallbacks": receipt.fallbacks}
+        for receipt in patches.receipts
+        if receipt.status == "applied" and (receipt.calls or receipt.fallbacks)
+    ]
 
 
 def _seeded(call: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -91,7 +112,7 @@ def _snr_db(signal: torch.Tensor, other: torch.Tensor) -> float | None:
 
 @torch.no_grad()
 def run_walls(suite: Suite) -> Iterator[Row]:
-    """One row per workload: wall of the untouched, patched and compiled decoder, and the SNR of patched."""
+    """One row per workload: wall of the untouched, patched and compiled decoder, and the SNR of the patched ones."""
     for name, inputs in _workloads(suite):
         key = f"decoder-{name}"
         result = suite.saved(key)
@@ -99,28 +120,34 @@ def run_walls(suite: Suite) -> Iterator[Row]:
             if suite.left() < 60:
                 yield Row(key, NOT_REACHED, "missing")
                 continue
-            decoder = random_decoder(suite.device)
-            untouched = _seeded(lambda: decoder(*inputs))  # noqa: B023
-            result = {"eager": _wall_ms(suite, lambda: decoder(*inputs))}  # noqa: B023
-            with _patched(suite, decoder) as patches:
-                patched = _seeded(lambda: decoder(*inputs))  # noqa: B023
-                result["patched"] = _wall_ms(suite, lambda: decoder(*inputs))  # noqa: B023
-                result["receipts"] = [
-                    {"fusion": receipt.fusion, "calls": receipt.calls, "fallbacks": receipt.fallbacks}
-                    for receipt in patches.receipts
-                ]
-            again = _seeded(lambda: decoder(*inputs))  # noqa: B023
-            result |= {"snr_db": _snr_db(untouched, patched), "snr_eager_again_db": _snr_db(untouched, again)}
+            result = _eager_and_patched(suite, random_decoder(suite.device), inputs)
             suite.save(key, result)
-        if "compile" not in result and (suite.dry or suite.left() > COMPILE_S):
-            result["compile"] = _compiled(suite, random_decoder(suite.device), inputs)
-            suite.save(key, result)
+        for arm, mode in COMPILE_MODES.items():
+            if arm not in result and (suite.dry or suite.left() > COMPILE_S):
+                result[arm] = _compiled(suite, random_decoder(suite.device), inputs, mode)
+                suite.save(key, result)
         yield _wall_row(key, result)
 
 
-def _compiled(suite: Suite, decoder: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+def _eager_and_patched(suite: Suite, decoder: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+    def call() -> torch.Tensor:
+        return decoder(*inputs)
+
+    untouched = _seeded(call)
+    result: dict[str, Any] = {"eager": _wall_ms(suite, call), "receipts": {}, "snr_db": {}}
+    for arm in ARMS:
+        with _patched(suite, decoder, arm, inputs) as patches:
+            result["snr_db"][arm] = _snr_db(untouched, _seeded(call))
+            result[arm] = _wall_ms(suite, call)
+            result["receipts"][arm] = _applied(patches)
+    result["snr_db"]["eager again"] = _snr_db(untouched, _seeded(call))
+    return result
+
+
+def _compiled(suite: Suite, decoder: torch.nn.Module, inputs: tuple[torch.Tensor, ...], mode: str) -> dict[str, Any]:
     torch.compiler.reset()
-    compiled = torch.compile(decoder, dynamic=False, backend="eager" if suite.dry else "inductor")
+    options = {"backend": "eager"} if suite.dry else {"mode": mode}
+    compiled = torch.compile(decoder, dynamic=False, **options)
     begin = time.perf_counter()
     try:
         compiled(*inputs)
@@ -130,17 +157,20 @@ def _compiled(suite: Suite, decoder: torch.nn.Module, inputs: tuple[torch.Tensor
 
 
 def _wall_row(key: str, result: dict[str, Any]) -> Row:
-    calls = {receipt["fusion"]: receipt["calls"] for receipt in result["receipts"]}
-    fell_back = any(receipt["fallbacks"] for receipt in result["receipts"])
-    text = f"wall eager {result['eager']['median_ms']:.2f} ms, patched {result['patched']['median_ms']:.2f} ms"
-    if (compiled := result.get("compile")) is not None:
-        text += f", compile {compiled.get('absent') or '{:.2f} ms'.format(compiled['median_ms'])}"
-    snr = ["identical" if (db := result[key]) is None else f"{db:.1f} dB" for key in ("snr_db", "snr_eager_again_db")]
-    text += f"; SNR {snr[0]} (eager again: {snr[1]}); calls {calls}"
-    sound = not fell_back and all(calls.values()) and len(calls) > 0
-    if not sound:
+    arms = ["eager", *ARMS, *COMPILE_MODES]
+    walls = [
+        f"{arm} {result[arm].get('absent') or '{:.2f} ms'.format(result[arm]['median_ms'])}"
+        for arm in arms
+        if arm in result
+    ]
+    snr = [f"{arm} {'identical' if db is None else f'{db:.1f} dB'}" for arm, db in result["snr_db"].items()]
+    calls = {arm: {row["fusion"]: row["calls"] for row in rows} for arm, rows in result["receipts"].items()}
+    text = f"wall {', '.join(walls)}; SNR {', '.join(snr)}; calls {calls}"
+    rows = [row for arm in result["receipts"].values() for row in arm]
+    if any(row["fallbacks"] for row in rows) or not all(result["receipts"].values()):
         return Row(key, f"a fusion did not fire or fell back; {text}; {result['receipts']}", "wrong")
-    return Row(key, text if compiled else f"{text}; compile {NOT_REACHED}", "ok" if compiled else "missing")
+    missing = [arm for arm in COMPILE_MODES if arm not in result]
+    return Row(key, f"{text}; {', '.join(missing)} {NOT_REACHED}" if missing else text, "missing" if missing else "ok")
 
 
 @torch.no_grad()
@@ -155,15 +185,15 @@ def run_launches(suite: Suite) -> Iterator[Row]:
                 continue
             decoder = random_decoder(suite.device)
             result = {"eager": _profiled(suite, lambda: decoder(*inputs))}  # noqa: B023
-            with _patched(suite, decoder):
-                result["patched"] = _profiled(suite, lambda: decoder(*inputs))  # noqa: B023
+            for arm in ARMS:
+                with _patched(suite, decoder, arm, inputs):
+                    result[arm] = _profiled(suite, lambda: decoder(*inputs))  # noqa: B023
             suite.save(key, result)
-        eager, patched = result["eager"], result["patched"]
-        yield Row(
-            key,
-            f"launches {eager['launches']} -> {patched['launches']}; GPU busy {eager['busy_ms']:.2f} -> "
-            f"{patched['busy_ms']:.2f} ms",
-        )
+        figures = [
+            f"{arm} {result[arm]['launches']} launches, GPU busy {result[arm]['busy_ms']:.2f} ms"
+            for arm in ("eager", *ARMS)
+        ]
+        yield Row(key, "; ".join(figures))
 
 
 def _profiled(suite: Suite, call: Callable[[], Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from voxfuse.kernels.moments import BLOCK_CHANNELS, BLOCK_FRAMES, MAX_CHUNKS, OP
 
 pytestmark = pytest.mark.aot
 
+WARPS = dict(OPTIONS)["num_warps"]
 BLOCK = {"BLOCK_T": BLOCK_FRAMES, "BLOCK_C": BLOCK_CHANNELS}
 MOMENTS = dict.fromkeys(("x_ptr", "y_ptr", "moments_ptr", "bias_ptr", "residual_ptr"), "*fp32") | dict.fromkeys(
     (
@@ -35,7 +36,7 @@ CONFIGURATIONS = {  # kernel, signature, constants
     "channels first": (
         "moments:_moments_kernel",
         MOMENTS,
-        {"bias_ptr": None, "residual_ptr": None, "stride_xt": 1, "PHASES": 1},
+        {"bias_ptr": None, "residual_ptr": None, "stride_xt": 1, "PHASES": 1, "BLOCK_T": BLOCK_FRAMES // 2},
     ),
     "snake": ("adain_channels_last:_adain_kernel", ADAIN, PLAIN | {"MAX_CHUNKS": MAX_CHUNKS, "Y_PHASES": 5}),
     "leaky relu": ("adain_channels_last:_adain_kernel", ADAIN, PLAIN | {"MAX_CHUNKS": MAX_CHUNKS, "alpha_ptr": None}),
@@ -47,8 +48,8 @@ def _request(name: str, target: str) -> Request:
     return Request(
         kernel=f"voxfuse.kernels.{kernel}",
         signature=signature,
-        constants=constants | BLOCK,
-        warps=dict(OPTIONS)["num_warps"],
+        constants=BLOCK | constants,
+        warps=WARPS,
         target=target,
         patterns=(r"\bsin",),
     )
@@ -65,6 +66,6 @@ def compiled():
 def test_resources(name, target, compiled):
     found = compiled[name, target]
     assert found.spills == 0, f"{found.spills} bytes of registers spilled"
-    assert found.registers <= 128, f"{found.registers} registers: fewer than two programs a multiprocessor"
+    assert 2 * found.registers * WARPS * 32 <= 65_536, f"{found.registers}: fewer than two programs a multiprocessor"
     assert found.shared <= 4 * BLOCK_FRAMES * (BLOCK_CHANNELS + 8), "more than a tile that is transposed"
     assert found.counts[r"\bsin"] == 0, "a library sine was called: it needs a stack"

@@ -226,6 +226,17 @@ def no_regression(name: str, ratio: float | None, noise: float | None, rules: Th
     return Guard(name=name, value=ratio - 1, limit=limit, outcome=outcome, detail=detail)
 
 
+def peak_memory(baseline: int | None, patched: int | None, rules: ThroughputRules, absent: str) -> Guard:
+    """Peak device memory within the tolerance, or above it by no more than the declared allowance."""
+    name = "peak GPU memory"
+    if baseline is None or patched is None:
+        return Guard(name=name, value=None, limit=rules.tolerance, outcome="not-judged", detail=absent)
+    limit = max(rules.tolerance, rules.memory_allowance_bytes / baseline)
+    share = patched / baseline - 1
+    detail = f"{100 * share:+.1f} %, {(patched - baseline) / 2**20:+.0f} MiB"
+    return Guard(name=name, value=share, limit=limit, outcome="pass" if share <= limit else "fail", detail=detail)
+
+
 def not_judged(protocol: Protocol, reason: str) -> list[Guard]:
     """The word error rate's guards where nothing was transcribed."""
     return [

@@ -63,7 +63,7 @@ class ThroughputRules(Record, frozen=True, kw_only=True):
     """Timed pairs of blocks, on a GPU only. Fewer than ``claim_pairs`` carry no 95 % interval: inconclusive.
 
     Any other timed or memory figure may regress by max(``tolerance``, 2 × its A/A noise); noise above ``noise_cap``
-    makes the verdict inconclusive.
+    makes the verdict inconclusive. Peak memory may also rise by ``memory_allowance_bytes``, whatever share that is.
     """
 
     block_sentences: Count
@@ -74,6 +74,7 @@ class ThroughputRules(Record, frozen=True, kw_only=True):
     memory_sentences: Count
     tolerance: Share
     noise_cap: Share
+    memory_allowance_bytes: Some = 0
 
 
 class Protocol(Record, frozen=True, kw_only=True):

@@ -209,8 +209,7 @@ def judge_speed(run: RunDirectory) -> list[Guard]:
         spread = abs(noise[name] - 1) if name in noise else None
         guards.append(judge.no_regression(name, ratios.get(name), spread, rules, figures.NO_GPU))
     memory = run.peak_memory()
-    ratio = memory["patched"] / memory["baseline"] if len(memory) == 2 else None
-    guards.append(judge.no_regression("peak GPU memory", ratio, 0.0, rules, figures.NO_GPU))
+    guards.append(judge.peak_memory(memory.get("baseline"), memory.get("patched"), rules, figures.NO_GPU))
     return guards
 
 

@@ -60,7 +60,7 @@ class Runners:
         self, run: Run, capture: CapturePolicy = "warmup", arena: Callable[[torch.device], Arena] = CudaArena
     ) -> None:
         self._run, self._capture, self._arena = run, capture, arena
-        self._held: WeakKeyDictionary[nn.Module, GraphRunner | str] = WeakKeyDictionary()
+        self._held: WeakKeyDictionary[nn.Module, GraphRunner] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def decoder(
@@ -121,8 +121,9 @@ class Runners:
             held = self._held.get(module)
             if held is None:
                 with torch.no_grad():  # asked of its structure
-                    held = foreign_part(module)
-            if held is None:
+                    reason = foreign_part(module)
+                if reason is not None:
+                    return reason
                 *inputs, output = axes(module)
                 held = GraphRunner(
                     module,
@@ -135,7 +136,7 @@ class Runners:
                     capture=self._capture,
                     arena=self._arena,
                 )
-            self._held[module] = held
+                self._held[module] = held
             return held
 
 

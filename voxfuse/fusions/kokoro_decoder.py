@@ -10,13 +10,14 @@ before and outside. Source: Decoder, Generator and AdainResBlk1d in kokoro/istft
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from voxfuse.fusions import spectral
+from voxfuse.fusions._fork import Fork
 from voxfuse.fusions.adain_conv_block import adain_leaky_relu_block, adain_snake_block, padded_styles, snake_norms
 from voxfuse.fusions.folded import convolve, output_lengths
 from voxfuse.fusions.polyphase import upsample
@@ -28,6 +29,7 @@ from voxfuse.kernels.moments import moments, residual_moments
 from voxfuse.kernels.stft import stft_polar
 
 LAST_SLOPE, SLOPE = 0.01, 0.1  # leaky_relu before conv_post and before each upsampling convolution
+BRANCH_SAMPLES = 1_000_000  # of rows · samples, up to which branches of the graph pay: 40 s
 IN_MULTIPLE, OUT_MULTIPLE = 64, 8  # of channels: cuDNN's kernels for others take up to three times as long
 
 
@@ -44,30 +46,33 @@ def decode(
     """Decoder.forward after its source: asr [rows, channels, frames], f0 and energy [rows, 2·frames], style [rows,
     style_dim], source [rows, samples] → [rows, 1, samples], zero behind each row's end."""
     blocks = [decoder.encode, *decoder.decode]
-    norms = [(block.norm1, _padded(block.conv1.in_channels)) for block in blocks]
-    pairs = [
-        pair
-        for first, block in zip(norms, blocks, strict=True)
-        for pair in (first, (block.norm2, block.conv1.out_channels))
+    frames = lengths
+    for block in blocks:
+        if frames is not None and block.upsample_type != "none":
+            frames = output_lengths(block.pool, frames)
+    voice = _Voice(decoder.generator, style, source, frames, run)
+    widths = [
+        (norm, width)
+        for block in blocks
+        for norm, width in ((block.norm1, _padded(block.conv1.in_channels)), (block.norm2, block.conv1.out_channels))
     ]
-    projected = iter(padded_styles(decoder, pairs, style))
+    projected = iter(padded_styles(decoder, widths, style))
     curves = [
         convolve(decoder.F0_conv, f0.unsqueeze(1)).transpose(1, 2),
         convolve(decoder.N_conv, energy.unsqueeze(1)).transpose(1, 2),
     ]
     residue = convolve(decoder.asr_res[0], asr).transpose(1, 2)
-    x = asr.transpose(1, 2)
-    concatenated = curves
+    x = _concatenated([asr.transpose(1, 2), *curves])
+    more = True
     for block in blocks:
-        if concatenated:
-            x = _concatenated([x, *concatenated])
+        if block is not decoder.encode and more:
+            x = _concatenated([x, residue, *curves])
         known = moments(x, lengths, x.shape[1], 1, run=run)
         x = adain_leaky_relu_block(block, x, known, projected, lengths, run)
-        concatenated = [residue, *curves] if concatenated else []
         if block.upsample_type != "none":
-            concatenated = []
+            more = False
             lengths = None if lengths is None else output_lengths(block.pool, lengths)
-    return _generate(decoder.generator, x, style, source, lengths, run)
+    return voice.speak(x)
 
 
 def _padded(channels: int) -> int:
@@ -92,57 +97,71 @@ def generate(
 ) -> torch.Tensor:
     """Generator.forward after its source: x [rows, channels, frames], style [rows, style_dim], source [rows, samples]
     → [rows, 1, samples], zero behind each row's end. ``lengths`` count frames of x."""
-    return _generate(generator, x.transpose(1, 2).contiguous(), style, source, lengths, run)
+    return _Voice(generator, style, source, lengths, run).speak(x.transpose(1, 2).contiguous())
 
 
-def _generate(
-    generator: Any,
-    x: torch.Tensor,
-    style: torch.Tensor,
-    source: torch.Tensor,
-    lengths: torch.Tensor | None,
-    run: Run,
-) -> torch.Tensor:
-    """``generate`` of x [rows, frames, channels] contiguous."""
-    stft, kernels = generator.stft, generator.num_kernels
-    window = spectral.window_on(stft, x.device)
-    samples = None if lengths is None else lengths * samples_per_frame(generator)
-    harmonics = stft_polar(source, window, samples, stft.hop_length, run=run)
-    projected = iter(_styles(generator, style))
-    parts: list[torch.Tensor] = [x]
-    for stage, (up, noise_conv, noise_block) in enumerate(
-        zip(generator.ups, generator.noise_convs, generator.noise_res, strict=True)
-    ):
-        x = upsample(up, _mean_act(parts, lengths, SLOPE, run))
-        lengths = None if lengths is None else output_lengths(up, lengths)
-        if stage == generator.num_upsamples - 1:
-            x = _reflected(x)
-            lengths = None if lengths is None else lengths + 1
-        frames = x.shape[1]
-        noise = convolve(noise_conv, harmonics).transpose(1, 2)
-        noise, known = residual_moments(noise, None, None, lengths, frames, 1, run=run)
-        noise = adain_snake_block(noise_block, noise, known, projected, lengths, run)
-        x, known = residual_moments(x, up.bias, noise, lengths, frames, 1, run=run)
-        blocks = generator.resblocks[stage * kernels : (stage + 1) * kernels]
-        parts = [adain_snake_block(block, x, known, projected, lengths, run) for block in blocks]
-    post = generator.conv_post
-    out_channels = -(-post.out_channels // OUT_MULTIPLE) * OUT_MULTIPLE
-    x = STRATEGIES["taps_first"](
-        _mean_act(parts, lengths, LAST_SLOPE, run), packed_weight(post, out_channels=out_channels), 1
-    )
-    spectrum = (x[:, :, : post.out_channels] + post.bias).transpose(1, 2)
-    magnitude, phase = spectrum.split(generator.post_n_fft // 2 + 1, dim=1)
-    return istft_polar(magnitude, phase, window, lengths, stft.hop_length, "exp_sin", run=run).unsqueeze(1)
+class _Voice:
+    """A generator at work on one source; what depends on the source and style alone begins with the construction."""
 
+    def __init__(
+        self, generator: Any, style: torch.Tensor, source: torch.Tensor, lengths: torch.Tensor | None, run: Run
+    ) -> None:
+        self._generator, self._lengths, self._run = generator, lengths, run
+        stft = generator.stft
+        self._apart = source.numel() <= BRANCH_SAMPLES
+        self._window = spectral.window_on(stft, source.device)
+        samples = None if lengths is None else lengths * samples_per_frame(generator)
+        harmonics = stft_polar(source, self._window, samples, stft.hop_length, run=run)
+        self._blocks = self._by_stage()
+        norms = [(norm, norm.norm.num_features) for blocks in self._blocks for b in blocks for norm in snake_norms(b)]
+        styles = iter(padded_styles(generator, norms, style))
+        self._styles = [[[next(styles) for _ in snake_norms(block)] for block in blocks] for blocks in self._blocks]
+        self._lengths_of, self._noises = [], []
+        for stage, up in enumerate(generator.ups):
+            lengths = None if lengths is None else output_lengths(up, lengths)
+            if stage == generator.num_upsamples - 1:  # one frame more, reflected in front
+                lengths = None if lengths is None else lengths + 1
+            self._lengths_of.append(lengths)
+            self._noises.append(Fork(functools.partial(self._noise, stage, harmonics), self._apart))
 
-def _styles(generator: Any, style: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The styles of all blocks in the order of their use."""
-    kernels = generator.num_kernels
-    blocks = []
-    for stage, noise_block in enumerate(generator.noise_res):
-        blocks += [noise_block, *generator.resblocks[stage * kernels : (stage + 1) * kernels]]
-    norms = [(norm, norm.norm.num_features) for block in blocks for norm in snake_norms(block)]
-    return iter(padded_styles(generator, norms, style))
+    def _by_stage(self) -> list[list[Any]]:
+        """The blocks of each stage: the one for the source, then the parallel ones."""
+        kernels, resblocks = self._generator.num_kernels, self._generator.resblocks
+        noise_blocks = self._generator.noise_res
+        return [[b, *resblocks[i * kernels : (i + 1) * kernels]] for i, b in enumerate(noise_blocks)]
+
+    def _noise(self, stage: int, harmonics: torch.Tensor) -> torch.Tensor:
+        noise = convolve(self._generator.noise_convs[stage], harmonics).transpose(1, 2)
+        lengths = self._lengths_of[stage]
+        noise, known = residual_moments(noise, None, None, lengths, noise.shape[1], 1, run=self._run)
+        return self._block(stage, 0, noise, known)
+
+    def _block(self, stage: int, index: int, x: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        block, styles = self._blocks[stage][index], iter(self._styles[stage][index])
+        return adain_snake_block(block, x, known, styles, self._lengths_of[stage], self._run)
+
+    def speak(self, x: torch.Tensor) -> torch.Tensor:
+        """The waveform [rows, 1, samples] of x [rows, frames, channels] contiguous."""
+        generator, run, lengths = self._generator, self._run, self._lengths
+        parts = [x]
+        for stage, up in enumerate(generator.ups):
+            x = upsample(up, _mean_act(parts, lengths, SLOPE, run))
+            if stage == generator.num_upsamples - 1:
+                x = _reflected(x)
+            lengths = self._lengths_of[stage]
+            x, known = residual_moments(x, up.bias, self._noises[stage].join(), lengths, x.shape[1], 1, run=run)
+            first, *others = [
+                functools.partial(self._block, stage, 1 + i, x, known) for i in range(generator.num_kernels)
+            ]
+            forks = [Fork(other, self._apart) for other in others]
+            parts = [first(), *(fork.join() for fork in forks)]
+        post = generator.conv_post
+        weight = packed_weight(post, out_channels=-(-post.out_channels // OUT_MULTIPLE) * OUT_MULTIPLE)
+        x = STRATEGIES["taps_first"](_mean_act(parts, lengths, LAST_SLOPE, run), weight, 1)
+        spectrum = (x[:, :, : post.out_channels] + post.bias).transpose(1, 2)
+        magnitude, phase = spectrum.split(generator.post_n_fft // 2 + 1, dim=1)
+        hop = generator.stft.hop_length
+        return istft_polar(magnitude, phase, self._window, lengths, hop, "exp_sin", run=run).unsqueeze(1)
 
 
 def _reflected(x: torch.Tensor) -> torch.Tensor:

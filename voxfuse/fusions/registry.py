@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from voxfuse.fusions.adain_conv_block import ADAIN_CONV_BLOCK
 from voxfuse.fusions.adain_resblock import ADAIN_LEAKY_RELU, ADAIN_SNAKE
+from voxfuse.fusions.decoder_graph import DECODER_GRAPH
+from voxfuse.fusions.source import SINE_SOURCE
+from voxfuse.fusions.spectral import ISTFT_POLAR, STFT_POLAR
 from voxfuse.records import Fusion
 
-FUSIONS: dict[str, Fusion] = {item.name: item for item in (ADAIN_SNAKE, ADAIN_LEAKY_RELU)}
+FUSIONS: dict[str, Fusion] = {
+    item.name: item
+    for item in (
+        DECODER_GRAPH,
+        ADAIN_CONV_BLOCK,
+        ADAIN_SNAKE,
+        ADAIN_LEAKY_RELU,
+        STFT_POLAR,
+        ISTFT_POLAR,
+        SINE_SOURCE,
+    )
+}
 
 
 def fusion(name: str) -> Fusion:

@@ -21,10 +21,10 @@ from voxfuse.kernels._phases import from_phases, padded_frames, phase_position
 from voxfuse.kernels._triton import tl, triton
 
 MAX_ROW_ELEMENTS = 2**31 - 2**16  # offsets within a row are int32, and the last block may reach past its end
-MAX_CHUNKS = 64  # partial moments of a row; the consumer merges them at its start
+MAX_CHUNKS = 128  # partial moments of a row; the consumer merges them at its start
 BLOCK_FRAMES = 64
-BLOCK_CHANNELS = 32
-OPTIONS = (("num_warps", 8),)
+BLOCK_CHANNELS = 64
+OPTIONS = (("num_warps", 4),)
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -182,6 +182,7 @@ def _launch(
 ) -> torch.Tensor:
     moments = empty_moments(x, frames)
     rows, chunks, _, channels = moments.shape
+    channels_first = x.stride(1) == 1 and x.stride(2) != 1  # its tiles are transposed: half as many registers
     if moments.numel():
         launch(
             _moments_kernel,
@@ -193,7 +194,7 @@ def _launch(
                 *((0, 0, 0) if residual is None else residual.stride()),
             ),
             (),
-            (phases, BLOCK_FRAMES, BLOCK_CHANNELS),
+            (phases, BLOCK_FRAMES // (2 if channels_first else 1), BLOCK_CHANNELS),
             OPTIONS,
         )
     return moments

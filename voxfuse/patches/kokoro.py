@@ -1,6 +1,7 @@
-"""Kokoro (PyPI ``kokoro``): AdaIN residual blocks of the decoder, the generator and the prosody predictor.
+"""Kokoro (PyPI ``kokoro``): the decoder from CUDA graphs, and its parts for calls that no graph serves.
 
-Targets are classes, so ``KModel`` and bare ``Decoder`` or ``Generator`` users are served alike.
+The parts are AdaIN residual blocks of decoder, generator and prosody predictor, short-time spectra and the harmonic
+source. Targets are classes, so ``KModel`` and bare ``Decoder`` or ``Generator`` users are served alike.
 """
 
 from __future__ import annotations
@@ -12,14 +13,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from voxfuse.fusions import adain_resblock
+from voxfuse.fusions import adain_conv_block, adain_resblock, source, spectral
+from voxfuse.fusions.decoder_graph import DECODER_GRAPH, Runners
 from voxfuse.kernels._op import TALLIES, Run
+from voxfuse.patches import switches
 from voxfuse.patches._kokoro_import import load_kokoro
 from voxfuse.patches.spec import Patch, StackPatches
 
 ADAIN = "kokoro.istftnet:AdaIN1d.forward"
 SNAKE_BLOCK = "kokoro.istftnet:AdaINResBlock1.forward"
 LEAKY_RELU_BLOCK = "kokoro.istftnet:AdainResBlk1d._residual"
+LEAKY_RELU_REST = ("kokoro.istftnet:AdainResBlk1d.forward", "kokoro.istftnet:AdainResBlk1d._shortcut")
+UPSAMPLE = "kokoro.istftnet:UpSample1d.forward"
+DECODER = "kokoro.istftnet:Decoder.forward"
+GENERATOR = "kokoro.istftnet:Generator.forward"
+TRANSFORM = "kokoro.istftnet:TorchSTFT.transform"
+INVERSE = "kokoro.istftnet:TorchSTFT.inverse"
+SOURCE = "kokoro.istftnet:SourceModuleHnNSF.forward"
+SINES = tuple(f"kokoro.istftnet:SineGen.{name}" for name in ("forward", "_f02sine", "_f02uv"))
+OF_GENERATOR = (GENERATOR, SNAKE_BLOCK, ADAIN, TRANSFORM, INVERSE)
 
 
 def _foreign(norms: Sequence[Any]) -> str | None:
@@ -34,6 +46,41 @@ def _foreign(norms: Sequence[Any]) -> str | None:
 def _count_fallback(run: Run, reason: str) -> None:
     if not torch.compiler.is_compiling():
         TALLIES.add(run.receipt, fallback=reason)
+
+
+def _decoder(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    graphs = Runners(run, switches.read().capture)
+
+    def forward(self: Any, asr: torch.Tensor, F0_curve: torch.Tensor, N: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return original(self, asr, F0_curve, N, s)
+        audio = graphs.decoder(self, asr, F0_curve, N, s)
+        return original(self, asr, F0_curve, N, s) if isinstance(audio, str) else audio
+
+    return forward
+
+
+def _generator(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    graphs = Runners(run, switches.read().capture)
+
+    def forward(self: Any, x: torch.Tensor, s: torch.Tensor, f0: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return original(self, x, s, f0)
+        audio = graphs.generator(self, x, s, f0)
+        return original(self, x, s, f0) if isinstance(audio, str) else audio
+
+    return forward
+
+
+def _conv_block(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    def forward(self: Any, x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        reason = _foreign([*self.adain1, *self.adain2]) or adain_conv_block.unsupported(self, x, s)
+        if reason is not None:
+            _count_fallback(run, reason)
+            return original(self, x, s)
+        return adain_conv_block.run_block(self, x, s, run)
+
+    return forward
 
 
 def _snake_block(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
@@ -62,6 +109,45 @@ def _leaky_relu_block(original: Callable[..., Any], run: Run) -> Callable[..., A
     return _residual
 
 
+def _transform(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    def transform(self: Any, input_data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        reason = spectral.unsupported(self)
+        if input_data.dim() != 2:
+            reason = f"samples must be [rows, samples], got {tuple(input_data.shape)}"
+        if reason is not None:
+            _count_fallback(run, reason)
+            return original(self, input_data)
+        return spectral.magnitude_and_phase(self, input_data, run)
+
+    return transform
+
+
+def _inverse(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    def inverse(self: Any, magnitude: torch.Tensor, phase: torch.Tensor) -> torch.Tensor:
+        reason = spectral.unsupported(self)
+        if magnitude.dim() != 3:
+            reason = f"spectra must be [rows, bins, frames], got {tuple(magnitude.shape)}"
+        if reason is not None:
+            _count_fallback(run, reason)
+            return original(self, magnitude, phase)
+        return spectral.waveform(self, magnitude, phase, run)
+
+    return inverse
+
+
+def _harmonic_source(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        reason = source.unsupported(self, x)
+        if type(self.l_sin_gen) is not sys.modules["kokoro.istftnet"].SineGen:
+            reason = f"the sines come from {type(self.l_sin_gen).__name__}, expected upstream's SineGen"
+        if reason is not None:
+            _count_fallback(run, reason)
+            return original(self, x)
+        return source.harmonic_source(self, x, run)
+
+    return forward
+
+
 KOKORO = StackPatches(
     name="kokoro",
     distribution="kokoro",
@@ -72,9 +158,34 @@ KOKORO = StackPatches(
             ADAIN: "61e64abe50225ff8d974c3909d9b41189a8437cbef2d26bf33469aeeeb36d3a9",
             SNAKE_BLOCK: "8e4637234512714b915f9757f00ad49adf71bd8b5ddcac633105d9d5e052e578",
             LEAKY_RELU_BLOCK: "807ee0f3559f52fb79f570b0bd61adc09e9dfa767b72c9c4ef04df20769f3676",
+            LEAKY_RELU_REST[0]: "ebee9715cc300363787061fa02e20f481af4a0d2a40f3edf0dc0643af52e591c",
+            LEAKY_RELU_REST[1]: "02b98464812e3046c1ef9dc7d8bc98f07e458664e83efdf32d3401b100183316",
+            UPSAMPLE: "a333c6f66d58e8f70604351430e675ab852bf30e02a7b61a29267688cea2fa90",
+            DECODER: "bdd1f32771dcbe0e80385c822ac211bd225ab7e6827a3fda0e1831dd5bebb21b",
+            GENERATOR: "e7be87837eab891db992a138d3a72bfa83c5d890da57d6302400269e4ef8b35f",
+            TRANSFORM: "2332f64e8cd11dc457ac4166c59ab755e48ecd25cfd793bb6ade064bbef2a2c1",
+            INVERSE: "a9f80be013a66c457a52c77d573d96659f1ec2df8a663024214f7d8353046c97",
+            SOURCE: "a40058bb237352615464854c63ebadef68e106da68742f3d1607760122b0bbcf",
+            SINES[0]: "35d9d550be3f3f25fd788a4a3950250489a118f784e8049c0cf87186de2550f0",
+            SINES[1]: "4fee83501dc5a60476ac61d500422125218cd2f4d77788e3b866f0a1aa76c9f5",
+            SINES[2]: "1fe169eb68ea2b4b85d059ffdd4e938a2655eb75f9a7da2a6e3c1560d470fc6d",
         }
     },
     patches=(
+        Patch(
+            fusion=DECODER_GRAPH,
+            target=DECODER,
+            absorbs=(DECODER, LEAKY_RELU_BLOCK, *LEAKY_RELU_REST, UPSAMPLE, *OF_GENERATOR),
+            build=_decoder,
+            backends=("triton",),
+        ),
+        Patch(fusion=DECODER_GRAPH, target=GENERATOR, absorbs=OF_GENERATOR, build=_generator, backends=("triton",)),
+        Patch(
+            fusion=adain_conv_block.ADAIN_CONV_BLOCK,
+            target=SNAKE_BLOCK,
+            absorbs=(SNAKE_BLOCK, ADAIN),
+            build=_conv_block,
+        ),
         Patch(
             fusion=adain_resblock.ADAIN_SNAKE,
             target=SNAKE_BLOCK,
@@ -87,5 +198,8 @@ KOKORO = StackPatches(
             absorbs=(LEAKY_RELU_BLOCK, ADAIN),
             build=_leaky_relu_block,
         ),
+        Patch(fusion=spectral.STFT_POLAR, target=TRANSFORM, absorbs=(TRANSFORM,), build=_transform),
+        Patch(fusion=spectral.ISTFT_POLAR, target=INVERSE, absorbs=(INVERSE,), build=_inverse),
+        Patch(fusion=source.SINE_SOURCE, target=SOURCE, absorbs=(SOURCE, *SINES), build=_harmonic_source),
     ),
 )

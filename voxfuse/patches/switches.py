@@ -1,4 +1,4 @@
-"""The environment's say: VOXFUSE, VOXFUSE_FUSIONS, VOXFUSE_STRICT, VOXFUSE_BACKEND, VOXFUSE_RECEIPTS."""
+"""The environment's say: VOXFUSE and VOXFUSE_FUSIONS, _STRICT, _BACKEND, _RECEIPTS, _CAPTURE."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, cast, get_args
 
+from voxfuse.fusions.graph_runner import CapturePolicy
 from voxfuse.fusions.registry import fusion
 from voxfuse.records import Backend
 
 
 class Switches(NamedTuple):
-    """``off``: VOXFUSE=0. ``plus`` and ``minus`` are fusion names. ``receipts`` is a folder."""
+    """``off``: VOXFUSE=0. ``plus`` and ``minus`` are fusion names. ``receipts`` is a folder. ``capture`` says when CUDA
+    graphs are captured (``fusions.graph_runner``)."""
 
     off: bool
     plus: frozenset[str]
@@ -22,6 +24,7 @@ class Switches(NamedTuple):
     strict: bool
     backend: Backend | None
     receipts: Path | None
+    capture: CapturePolicy
 
 
 def read(environment: Mapping[str, str] | None = None) -> Switches:
@@ -30,6 +33,9 @@ def read(environment: Mapping[str, str] | None = None) -> Switches:
     plus, minus = _fusions(environment.get("VOXFUSE_FUSIONS", ""))
     named = environment.get("VOXFUSE_BACKEND") or None
     receipts = environment.get("VOXFUSE_RECEIPTS") or None
+    capture = environment.get("VOXFUSE_CAPTURE") or "warmup"
+    if capture not in get_args(CapturePolicy):
+        raise ValueError(f"VOXFUSE_CAPTURE: expected one of {', '.join(get_args(CapturePolicy))}, got {capture!r}")
     return Switches(
         off=_flag(environment, "VOXFUSE") is False,
         plus=plus,
@@ -37,6 +43,7 @@ def read(environment: Mapping[str, str] | None = None) -> Switches:
         strict=_flag(environment, "VOXFUSE_STRICT") is True,
         backend=None if named is None else backend(named, "VOXFUSE_BACKEND"),
         receipts=None if receipts is None else Path(receipts),
+        capture=cast(CapturePolicy, capture),
     )
 
 

@@ -79,8 +79,8 @@ class KokoroStack:
     def synthesize(self, text: Text, seed: int) -> Speech:
         """Speak one text; global random state is left as it was.
 
-        ``stages`` has ``text`` (ALBERT, durations, F0 and energy, text encoder), ``decoder`` (without its generator)
-        and ``generator``, in seconds, where the driver is timed. Raises ValueError for a text without phonemes, or of
+        ``stages`` has ``text`` (ALBERT, durations, F0 and energy, text encoder) and ``decoder`` (and generator), in
+        seconds, where the driver is timed. Raises ValueError for a text without phonemes, or of
         more than 510; phonemes that are not in the model's alphabet are left out with a warning, as upstream does
         silently.
         """
@@ -191,7 +191,8 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 def _stages(model: Any, timed: bool) -> Iterator[dict[str, float]]:
     """Seconds per stage, filled in when the block ends; nothing is hooked or synchronised unless timed.
 
-    Decoder and generator are bounded by their forward hooks; text is everything before the decoder.
+    The decoder is bounded by its forward hooks; text is everything before. Nothing inside of the decoder is hooked: a
+    captured decoder would not run it.
     """
     stages: dict[str, float] = {}
     if not timed:
@@ -208,12 +209,9 @@ def _stages(model: Any, timed: bool) -> Iterator[dict[str, float]]:
 
         return hook
 
-    decoder, generator = model.decoder, model.decoder.generator
     hooks = [
-        decoder.register_forward_pre_hook(mark("decoder")),
-        decoder.register_forward_hook(mark("decoder end")),
-        generator.register_forward_pre_hook(mark("generator")),
-        generator.register_forward_hook(mark("generator end")),
+        model.decoder.register_forward_pre_hook(mark("decoder")),
+        model.decoder.register_forward_hook(mark("decoder end")),
     ]
     try:
         mark("start")()
@@ -221,7 +219,5 @@ def _stages(model: Any, timed: bool) -> Iterator[dict[str, float]]:
     finally:
         for hook in hooks:
             hook.remove()
-    in_generator = marks["generator end"] - marks["generator"]
     stages["text"] = marks["decoder"] - marks["start"]
-    stages["decoder"] = marks["decoder end"] - marks["decoder"] - in_generator
-    stages["generator"] = in_generator
+    stages["decoder"] = marks["decoder end"] - marks["decoder"]
