@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from voxfuse.e2e.asr import EMBEDDED, AsrMissing, WhisperTranscriber
 from voxfuse.e2e.gate import EXIT_STATUS, NothingApplied, generate, run_gate, show
 from voxfuse.e2e.generate import Notify
+from voxfuse.e2e.options import checked_device, checked_folder, refuse_ignored
 from voxfuse.e2e.peak_memory import MeasurementFailed, measure_peak_memory
 from voxfuse.e2e.protocol import load_protocol
 from voxfuse.e2e.rundir import RunDirectory, RunMismatch
@@ -37,6 +37,7 @@ BackendName = Literal["triton", "interpreter", "reference"]
 
 
 def gate(
+    context: typer.Context,
     stack: Annotated[str, typer.Option(help="Stack to judge.")] = "kokoro",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     protocol: Annotated[str, typer.Option(help="smoke, full, or the path of a protocol file.")] = "smoke",
@@ -57,15 +58,17 @@ def gate(
 
     Exit status: 0 pass, 1 fail, 2 usage or environment, 3 inconclusive or not judged (on a CPU at best).
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    backend = backend or ("triton" if device.startswith("cuda") else "reference")
-    directory = out or Path("runs") / f"gate-{stack}-{device.replace(':', '-')}"
     if generate_only and score_only:
         raise typer.BadParameter("--generate-only and --score-only exclude each other")
+    if score_only:  # the run directory says all else; where it is not named, stack and device name it
+        names_folder = {"stack", "device"} if out is None else set()
+        refuse_ignored(context, "--score-only", {"score_only", "out", "asr", "as_json"} | names_folder)
     if extend and not generate_only:
         raise typer.BadParameter("--extend goes with --generate-only; a whole gate extends by itself")
-    if device.startswith("cuda") and not torch.cuda.is_available() and not score_only:
-        raise typer.BadParameter("torch sees no GPU: use --device cpu", param_hint="--device")
+    if device is None or not (score_only and device.startswith("cuda")):  # a run spoken on a GPU may be scored without one
+        device = checked_device(device)
+    backend = backend or ("triton" if device.startswith("cuda") else "reference")
+    directory = checked_folder(out or Path("runs") / f"gate-{stack}-{device.replace(':', '-')}", "--out")
     with _errors(directory), _progress() as notify:
         if score_only:
             verdict: GateVerdict | None = score(RunDirectory.open(directory), WhisperTranscriber(asr), notify)
