@@ -6,9 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from verdicts import H200, measured
 
 from voxfuse import records
-from voxfuse.evidence import ledger
+from voxfuse.evidence import acceptance, ledger
+from voxfuse.recompute import recompute
 
 HOPPER, ADA = "9.0", "8.9"
 FUSION = records.Fusion(
@@ -21,51 +23,31 @@ FUSION = records.Fusion(
 )
 
 
+TIMES = {"win": (20.0, 10.0), "neutral": (10.0, 10.0), "loss": (8.0, 10.0)}  # µs of eager and voxfuse
+
+
 def environment(capability: str | None, gpu: str | None = "NVIDIA H200") -> records.Environment:
-    return records.Environment(
-        gpu=gpu,
-        gpu_uuid_sha256=None,
-        compute_capability=capability,
-        driver="570.0",
-        torch="2.13.0",
-        triton="3.7.1",
-        python="3.11.7",
-        platform="Linux",
-        voxfuse="0.1.0",
-        commit=None,
-    )
+    return msgspec.structs.replace(H200, compute_capability=capability, gpu=gpu)
 
 
 def micro(
     outcome: records.Comparison | None = "win",
     *,
     name: str = "large",
-    bytes_moved: int = 1000,
+    bytes_moved: int = 32_000,
     capability: str | None = HOPPER,
     day: int = 1,
     gpu: str = "NVIDIA H200",
     **changes: Any,
 ) -> records.MicroVerdict:
-    """A verdict with the given outcome against eager, and a win against torch.compile that must not count."""
-    ratios = [records.Ratio(baseline="torch.compile", median=2.0, low=1.9, high=2.1, verdict="win")]
-    if outcome is not None:
-        ratios.append(records.Ratio(baseline="eager", median=1.0, low=0.9, high=1.1, verdict=outcome))
+    """A verdict with the given outcome against eager (None: not compared), and a win against torch.compile."""
+    verdict = measured(*TIMES[outcome or "win"], 15.0)
+    ratios = tuple(ratio for ratio in verdict.ratios if outcome is not None or ratio.baseline != "eager")
+    assert bytes_moved <= 32_000, "one launch is the floor, so that the speed of light stays what it is"
     signature = records.TensorSignature(shape=(1, bytes_moved), dtype="float32", strides=(bytes_moved, 1))
-    verdict = records.MicroVerdict(
-        fusion=FUSION.name,
-        case=records.Case(name=name, stack="kokoro", tensors={"x": signature}),
-        environment=environment(capability, gpu),
-        arms=(),
-        ratios=tuple(ratios),
-        aa_half_width=0.01,
-        win_bar=0.03,
-        controls={},
-        ceilings={},
-        bytes_moved=bytes_moved,
-        speed_of_light=0.8,
-        measured_at=f"2026-11-{day:02d}T10:00:00+00:00",
-    )
-    return msgspec.structs.replace(verdict, **changes)
+    case = records.Case(name=name, stack="kokoro", tensors={"x": signature})
+    fields = {"case": case, "environment": environment(capability, gpu), "measured_at": f"2026-11-{day:02d}T10:00:00Z"}
+    return msgspec.structs.replace(verdict, **(fields | {"ratios": ratios, "bytes_moved": bytes_moved} | changes))
 
 
 GUARD = records.Guard(name="WER ceiling", value=1.0, limit=6.0, outcome="pass")
@@ -102,12 +84,12 @@ def gate(
 
 def judge(
     *verdicts: ledger.Verdict, capability: str | None = HOPPER, version: str = "0.9.4", fusion: records.Fusion = FUSION
-) -> ledger.Acceptance:
+) -> acceptance.Acceptance:
     entries = [ledger.Entry(Path("x"), verdict) for verdict in verdicts]
-    return ledger.accepted(fusion, "kokoro", version, capability, entries)
+    return acceptance.accepted(fusion, "kokoro", version, capability, entries)
 
 
-PROVEN = (micro(), micro("neutral", name="small", bytes_moved=499), gate())
+PROVEN = (micro(), micro("neutral", name="small", bytes_moved=15_999), gate())
 
 
 @pytest.mark.parametrize(
@@ -132,16 +114,16 @@ def test_a_failed_smoke_run_does_not_outrank_a_full_pass() -> None:
 
 
 def test_both_judges_agreeing_is_accepted() -> None:
-    acceptance = judge(*PROVEN)
-    assert acceptance.accepted and not acceptance.fidelity_only
-    assert acceptance.reason == "micro verdict wins on 1 of 2 cases; gate passed (full, 2026-11-01T12:00:00Z)"
+    found = judge(*PROVEN)
+    assert found.accepted and not found.fidelity_only
+    assert found.reason == "micro verdict wins on 1 of 2 cases; gate passed (full, 2026-11-01T12:00:00Z)"
 
 
 def test_an_empty_ledger_accepts_nothing() -> None:
     for capability in (HOPPER, None):
-        acceptance = judge(capability=capability)
-        assert not acceptance.accepted
-        assert "no record of adain_snake on kokoro" in acceptance.reason
+        found = judge(capability=capability)
+        assert not found.accepted
+        assert "no record of adain_snake on kokoro" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -149,7 +131,7 @@ def test_an_empty_ledger_accepts_nothing() -> None:
     [
         ((micro("loss"), gate()), "lost to eager on case large"),
         ((micro("neutral"), gate()), "only neutral on the large case large"),
-        ((micro(), micro("neutral", name="half", bytes_moved=500), gate()), "only neutral on the large case half"),
+        ((micro(), micro("neutral", name="half", bytes_moved=16_000), gate()), "only neutral on the large case half"),
         ((micro(), micro("loss", name="small", bytes_moved=10), gate()), "lost to eager on case small"),
         ((micro(), micro(name="small", bytes_moved=10, wrong="error 2e-3"), gate()), "wrong on case small: error 2e-3"),
         ((micro(None), gate()), "no comparison with 'eager'"),
@@ -166,9 +148,9 @@ def test_an_empty_ledger_accepts_nothing() -> None:
     ],
 )
 def test_one_flipped_verdict_refuses(verdicts: tuple[ledger.Verdict, ...], reason: str) -> None:
-    acceptance = judge(*verdicts)
-    assert not acceptance.accepted
-    assert reason in acceptance.reason
+    found = judge(*verdicts)
+    assert not found.accepted
+    assert reason in found.reason
 
 
 def test_the_newest_verdict_of_a_case_counts_in_either_direction() -> None:
@@ -194,21 +176,21 @@ def test_a_verdict_speaks_for_its_release_series() -> None:
 
 def test_a_gpu_without_records_follows_where_it_is_proven() -> None:
     for capability in (ADA, None):
-        acceptance = judge(*PROVEN, capability=capability)
-        assert acceptance.accepted
-        assert "accepted on 9.0" in acceptance.reason
+        found = judge(*PROVEN, capability=capability)
+        assert found.accepted
+        assert "accepted on 9.0" in found.reason
     for contract in ("bitwise", "reduced"):
         fusion = msgspec.structs.replace(FUSION, contract=contract)
         alone = gate(fusions=(FUSION.name,))
-        acceptance = judge(micro(), alone, capability=ADA, fusion=fusion)
-        assert acceptance.accepted == (contract == "bitwise")
-    assert "needs a record for compute capability 8.9" in acceptance.reason
+        found = judge(micro(), alone, capability=ADA, fusion=fusion)
+        assert found.accepted == (contract == "bitwise")
+    assert "needs a record for compute capability 8.9" in found.reason
 
 
 def test_own_records_outrank_those_of_other_gpus() -> None:
     assert not judge(*PROVEN, micro("loss", capability=ADA), capability=ADA).accepted
-    acceptance = judge(*PROVEN, micro(capability=ADA), capability=ADA)
-    assert not acceptance.accepted and "no gate verdict" in acceptance.reason
+    found = judge(*PROVEN, micro(capability=ADA), capability=ADA)
+    assert not found.accepted and "no gate verdict" in found.reason
 
 
 def test_measurements_on_a_cpu_prove_nothing() -> None:
@@ -227,8 +209,8 @@ def fidelity(outcome: records.GateOutcome, day: int = 1, **changes: Any) -> reco
 
 
 def test_fidelity_alone_counts_only_where_no_real_weights_exist() -> None:
-    acceptance = judge(micro(), fidelity("pass"))
-    assert acceptance.accepted and acceptance.fidelity_only
+    found = judge(micro(), fidelity("pass"))
+    assert found.accepted and found.fidelity_only
     assert not judge(micro(), fidelity("pass", weights="kokoro-v1.0 sha256:0")).accepted
     assert not judge(micro(), fidelity("fail")).accepted
     assert not judge(micro(), fidelity("pass", day=1), fidelity("fail", day=2)).accepted
@@ -264,16 +246,16 @@ def test_appended_verdicts_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ledger.append(micro(day=1), tmp_path / "shipped")
     ledger.append(gate(day=2), tmp_path / "mine")
     assert [entry.verdict for entry in ledger.load()] == [micro(day=1), gate(day=2)]
-    assert ledger.accepted(FUSION, "kokoro", "0.9.4", HOPPER).accepted
+    assert acceptance.accepted(FUSION, "kokoro", "0.9.4", HOPPER).accepted
     ledger.append(micro("loss", day=3), tmp_path / "mine")
-    assert not ledger.accepted(FUSION, "kokoro", "0.9.4", HOPPER).accepted
+    assert not acceptance.accepted(FUSION, "kokoro", "0.9.4", HOPPER).accepted
 
 
 def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
     path = ledger.append(micro(), tmp_path)
     assert len(ledger.load([tmp_path])) == 1
-    data = json.loads(path.read_text()) | {"wrong": "error"}
-    path.write_text(json.dumps(data))
+    wrong = json.loads(records.to_json(recompute(msgspec.structs.replace(micro(), wrong="error"))))
+    path.write_text(json.dumps(wrong))
     assert ledger.load([tmp_path])[0].verdict.wrong == "error"  # type: ignore[union-attr]
 
 
@@ -295,6 +277,34 @@ def test_a_bad_file_is_named_and_skipped(content: bytes, tmp_path: Path) -> None
     with pytest.warns(ledger.LedgerWarning, match=r"skipped a record of the ledger: .*bad\.json"):
         entries = ledger.load([tmp_path])
     assert [entry.verdict for entry in entries] == [micro()]
+
+
+def boasting() -> records.MicroVerdict:
+    ratios = tuple(msgspec.structs.replace(ratio, median=9.0) for ratio in micro().ratios)
+    return micro(ratios=ratios)
+
+
+def test_a_record_that_does_not_follow_from_its_samples_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="adain_snake does not follow from its samples: ratio to eager: 9 claimed"):
+        ledger.append(boasting(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    records.write(boasting(), tmp_path / "mine.json")
+    with pytest.warns(ledger.LedgerWarning, match=r"mine\.json: it does not follow .*: ratio to eager: 9 claimed"):
+        assert ledger.load([tmp_path]) == []
+    assert ledger.read(tmp_path / "mine.json") == boasting()
+
+
+def test_an_older_honest_record_counts_where_a_newer_one_boasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "SHIPPED", tmp_path)
+    ledger.append(micro("loss", day=1), tmp_path)
+    ledger.append(gate(), tmp_path)
+    forged = msgspec.structs.replace(micro("loss", day=2), ratios=micro("win").ratios)
+    records.write(forged, tmp_path / "forged.json")
+    with pytest.warns(ledger.LedgerWarning, match="forged"):
+        found = acceptance.accepted(FUSION, "kokoro", "0.9.4", HOPPER)
+    assert not found.accepted and "lost to eager" in found.reason
 
 
 def test_a_file_too_large_for_a_verdict_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

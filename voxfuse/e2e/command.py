@@ -65,7 +65,9 @@ def gate(
         refuse_ignored(context, "--score-only", {"score_only", "out", "asr", "as_json"} | names_folder)
     if extend and not generate_only:
         raise typer.BadParameter("--extend goes with --generate-only; a whole gate extends by itself")
-    if device is None or not (score_only and device.startswith("cuda")):  # a run spoken on a GPU may be scored without one
+    if device is None or not (
+        score_only and device.startswith("cuda")
+    ):  # a run spoken on a GPU may be scored without one
         device = checked_device(device)
     backend = backend or ("triton" if device.startswith("cuda") else "reference")
     directory = checked_folder(out or Path("runs") / f"gate-{stack}-{device.replace(':', '-')}", "--out")

@@ -11,8 +11,9 @@ Where fewer than ``exact_below`` clusters differ, the bootstrap cannot see what 
 with CP the Clopper–Pearson limits of a share (exact, any n), w the mean words of a cluster in this text set, and m (m′)
 the edits by which a cluster that got worse (better) changes at most *on average*: the larger of ``edits_per_change``
 and of the largest such change seen. A cluster of R repetitions has R times the words of one, and may change in each of
-them: its m is R · ``edits_per_change``, or an extension would shrink the bound without hearing anything. The upper limit grants no credit for clusters that got better; the lower limit
-counts one edit for each that got worse, so few changes seldom prove harm.
+them: its m is at least R · ``edits_per_change``, or an extension would shrink the bound without hearing anything new.
+The upper limit grants no credit for clusters that got better; the lower limit counts one edit for each that got worse,
+so few changes seldom prove harm.
 
 The one assumption is m. Without it nothing can be shown from 200 sentences (a change of every word in the 1.5 % of
 clusters that may lurk unseen would be 1.5 pp). It holds because both arms have passed the fidelity tier: the samples
@@ -105,7 +106,7 @@ def bootstrap_limits(clusters: Sequence[Cluster], confidence: float, resamples: 
 
 
 def exact_limits(changes: np.ndarray, words: int, confidence: float, edits_per_change: float) -> tuple[float, float]:
-    """The exact companion's limits of Δ; the formula is in the module's docstring. ``edits_per_change`` is a cluster's."""
+    """The exact companion's limits of Δ by the module's formula; ``edits_per_change`` is that of a whole cluster."""
     n, alpha = len(changes), 1 - confidence
     worse, better = int(np.sum(changes > 0)), int(np.sum(changes < 0))
     mean_words = words / n
