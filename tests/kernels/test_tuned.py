@@ -57,7 +57,10 @@ def row(**changes):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([row(compute_capability="*", options={"maxnreg": 80})], "expected positive num_warps, num_stages, got maxnreg"),
+        (
+            [row(compute_capability="*", options={"maxnreg": 80})],
+            "positive num_warps, num_stages, got maxnreg",
+        ),
         ([row(options={"num_warps": 0})], "expected positive"),
         ([row(options={"cache": 1})], "got cache"),
         ([row(), row()], "twice"),

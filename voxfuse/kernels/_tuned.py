@@ -32,7 +32,7 @@ class Row(Record, frozen=True, kw_only=True):
     shape_class: str
     compute_capability: str
     options: dict[str, int]
-    measured: dict[str, str | float] = {}
+    measured: dict[str, str | float] = msgspec.field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str, str]:
