@@ -46,7 +46,7 @@ def test_help_lists_the_commands_that_exist_and_no_others() -> None:
     result = voxfuse("--help")
     assert result.exit_code == 0
     listed = set(re.findall(r"^│ ([a-z]+) ", result.stdout, re.MULTILINE))
-    assert listed == {"doctor", "gate", "ledger"}
+    assert listed == {"bench", "doctor", "gate", "ledger"}
 
 
 def test_help_loads_neither_torch_nor_triton() -> None:
@@ -63,7 +63,7 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
 
 
 def test_a_crash_is_no_verdict() -> None:
-    done = process("ledger", before="import voxfuse.evidence.listing as l; l.rows = lambda where: 1 / 0")
+    done = process("ledger", before="import voxfuse.evidence.listing as l; l.rows = lambda *_: 1 / 0")
     assert done.returncode == 2
     assert "ZeroDivisionError" in done.stderr
 

@@ -177,7 +177,8 @@ def _verdict_fault(verdict: MicroVerdict, us: dict[str, np.ndarray]) -> str | No
     if not math.isclose(verdict.win_bar, bar, rel_tol=TOLERANCE):
         return f"win bar {verdict.win_bar:.4g} claimed, {bar:.4g} from its A/A half-width"
     try:
-        *ends, _ = [verdict.controls[name] for name in ("null_low", "null_high", "sleep_high", "sleep_added_us")]
+        names = ("null_low", "null_high", "sleep_high", "sleep_added_us")  # the last one recompute needs
+        null_low, null_high, sleep_high, _ = (verdict.controls[name] for name in names)
         light = light_us(verdict) / float(np.median(us[VOXFUSE]))
     except KeyError as error:
         return f"the control or ceiling {error.args[0]} is missing"
@@ -185,7 +186,7 @@ def _verdict_fault(verdict: MicroVerdict, us: dict[str, np.ndarray]) -> str | No
         return "a ceiling is zero"
     if verdict.speed_of_light is None or not math.isclose(verdict.speed_of_light, light, rel_tol=TOLERANCE):
         return f"{verdict.speed_of_light} of the speed of light claimed, {light:.4g} from its ceilings and samples"
-    sound = is_sound(*ends, bar)
+    sound = is_sound(null_low, null_high, sleep_high, bar)
     if verdict.controls.get("sound") != float(sound):
         return f"controls claimed {'un' if sound else ''}sound, but they are {'' if sound else 'un'}sound"
     for ratio in verdict.ratios:
