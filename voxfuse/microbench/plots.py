@@ -74,7 +74,7 @@ def _roofline(axes, verdicts: Sequence[MicroVerdict]) -> None:  # type: ignore[n
         peak = ceilings.get("peak_copy_bytes_per_s", ceilings["copy_bytes_per_s"])
         axes.plot(ends, [peak, peak], "k-", linewidth=1, label=f"copy {peak / 1e12:.2f} TB/s")
         floor = ceilings["launch_floor_us"]
-        axes.plot(ends, [x / floor * 1e6 for x in ends], "k:", linewidth=1, label=f"one launch {floor:.1f} µs")
+        axes.plot(ends, [min(x / floor * 1e6, peak) for x in ends], "k:", linewidth=1, label=f"one launch {floor:.1f} µs")
     bounded = [verdict for verdict in timed if verdict.flop]
     if bounded:
         allowed = [v.bytes_moved / (v.flop / v.ceilings["flop_per_s"]) for v in bounded]
