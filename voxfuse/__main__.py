@@ -88,6 +88,14 @@ def gate(context: typer.Context) -> None:
     _run(gate, context)
 
 
+@app.command(**DELEGATED)
+def judge(context: typer.Context) -> None:
+    """Settle what should be on for a stack on this GPU: profile, bench, gate and write the ledger, within a budget."""
+    from voxfuse.commands.judge import judge
+
+    _run(judge, context)
+
+
 def _run(command: Callable[..., None] | typer.Typer, context: typer.Context) -> None:
     """Run a command that is imported only now, so that asking for help loads neither torch nor a stack."""
     if not isinstance(command, typer.Typer):

@@ -69,7 +69,7 @@ def bench(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     done = list(judge_into(folder, cases, plan))
-    _report(done, folder, plot or folder / "bench.png", as_json)
+    _report(done, folder, plot or folder / "bench.png", as_json, plan.dry)
     raise typer.Exit(status(done, plan.dry))
 
 
@@ -93,7 +93,7 @@ def status(done: Iterable[micro.Judged], dry: bool) -> int:
     return INCONCLUSIVE if dry or outcomes & {"unsound", "missing"} else PASS
 
 
-def _report(done: Sequence[micro.Judged], folder: Path, plot: Path, as_json: bool) -> None:
+def _report(done: Sequence[micro.Judged], folder: Path, plot: Path, as_json: bool, dry: bool) -> None:
     verdicts = [judged.verdict for judged in done if judged.verdict is not None]
     drawn = ""
     try:
@@ -111,6 +111,8 @@ def _report(done: Sequence[micro.Judged], folder: Path, plot: Path, as_json: boo
         return
     console = Console()
     (console if console.is_terminal else Console(width=TABLE_COLUMNS)).print(verdict_table(done))
+    if dry:
+        print("a dry run on a CPU, on tiny shapes: nothing is claimed")
     print(f"records: {folder}{drawn}")
 
 

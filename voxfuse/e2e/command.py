@@ -71,12 +71,12 @@ def gate(
         device = checked_device(device)
     backend = backend or ("triton" if device.startswith("cuda") else "reference")
     directory = checked_folder(out or Path("runs") / f"gate-{stack}-{device.replace(':', '-')}", "--out")
-    with _errors(directory), _progress() as notify:
+    with _errors(directory), progress() as notify:
         if score_only:
             verdict: GateVerdict | None = score(RunDirectory.open(directory), WhisperTranscriber(asr), notify)
         else:
             transcriber = None if generate_only else WhisperTranscriber(asr)  # first: it may be missing
-            speak_into = _speaker(stack, device, protocol, sentences, directory, model_dir, backend, fusions, notify)
+            speak_into = speaker(stack, device, protocol, sentences, directory, model_dir, backend, fusions, notify)
             verdict = None
             if transcriber is None:
                 speak_into(extend)
@@ -94,7 +94,7 @@ def gate(
     raise typer.Exit(EXIT_STATUS[verdict.verdict])
 
 
-def _speaker(
+def speaker(
     stack_name: str,
     device: str,
     protocol: str,
@@ -161,15 +161,15 @@ def _errors(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Notify]:
+def progress() -> Iterator[Notify]:
     """Progress bars on stderr, one per phase."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as bars:
 
         def notify(phase: str, done: int, total: int) -> None:
             if phase not in tasks:
-                tasks[phase] = progress.add_task(phase, total=total)
-            progress.update(tasks[phase], completed=done, total=total)
+                tasks[phase] = bars.add_task(phase, total=total)
+            bars.update(tasks[phase], completed=done, total=total)
 
         yield notify

@@ -49,7 +49,7 @@ class Acceptance(NamedTuple):
     fidelity_only: bool = False
 
 
-class _Finding(NamedTuple):
+class Finding(NamedTuple):
     """What one judge says: True or False, or None where it was not asked."""
 
     passed: bool | None
@@ -104,7 +104,9 @@ def _accepted_on(
     micros: list[MicroVerdict],
     gates: list[GateVerdict],
 ) -> Acceptance:
-    micro = _micro([verdict for verdict in micros if verdict.environment.compute_capability == compute_capability])
+    micro = micro_finding(
+        [verdict for verdict in micros if verdict.environment.compute_capability == compute_capability]
+    )
     if not micro.passed:
         return Acceptance(False, micro.reason)
     gate = _gate(
@@ -124,43 +126,44 @@ def _accepted_on(
     return Acceptance(gate.passed, f"{micro.reason}; {gate.reason}", gate.fidelity_only)
 
 
-def _micro(verdicts: list[MicroVerdict]) -> _Finding:
+def micro_finding(verdicts: list[MicroVerdict]) -> Finding:
+    """What the micro judge says of a fusion on one stack and one compute capability; the rule's first half."""
     newest = _newest(verdicts, key=lambda verdict: (verdict.environment.gpu, msgspec.json.encode(verdict.case)))
     if not newest:
-        return _Finding(None, "no micro verdict")
+        return Finding(None, "no micro verdict")
     largest = max(verdict.bytes_moved for verdict in newest)
     wins = 0
     for verdict in newest:
         name = verdict.case.name
         if verdict.wrong is not None:
-            return _Finding(False, f"micro verdict wrong on case {name}: {verdict.wrong}")
+            return Finding(False, f"micro verdict wrong on case {name}: {verdict.wrong}")
         against = {ratio.baseline: ratio.verdict for ratio in verdict.ratios}.get(OWN_BASELINE)
         if against is None:
-            return _Finding(False, f"micro verdict on case {name} has no comparison with {OWN_BASELINE!r}")
+            return Finding(False, f"micro verdict on case {name} has no comparison with {OWN_BASELINE!r}")
         if against == "loss":
-            return _Finding(False, f"micro verdict lost to {OWN_BASELINE} on case {name}")
+            return Finding(False, f"micro verdict lost to {OWN_BASELINE} on case {name}")
         if against == "neutral" and verdict.bytes_moved >= LARGE_SHARE * largest:
-            return _Finding(False, f"micro verdict only neutral on the large case {name}")
+            return Finding(False, f"micro verdict only neutral on the large case {name}")
         wins += against == "win"
-    return _Finding(True, f"micro verdict wins on {wins} of {len(newest)} cases")
+    return Finding(True, f"micro verdict wins on {wins} of {len(newest)} cases")
 
 
-def _gate(verdicts: list[GateVerdict]) -> _Finding:
+def _gate(verdicts: list[GateVerdict]) -> Finding:
     decisive = [verdict for verdict in verdicts if verdict.verdict in ("pass", "fail") and _is_decisive(verdict)]
     for verdict in (newest := _newest(decisive, key=lambda verdict: verdict.environment.gpu)):
         if verdict.verdict == "fail":
             reasons = "; ".join(verdict.reasons) or "no reason given"
-            return _Finding(False, f"gate failed ({verdict.protocol}, {verdict.measured_at}): {reasons}")
+            return Finding(False, f"gate failed ({verdict.protocol}, {verdict.measured_at}): {reasons}")
     if newest:
-        return _Finding(True, f"gate passed ({newest[-1].protocol}, {newest[-1].measured_at})")
+        return Finding(True, f"gate passed ({newest[-1].protocol}, {newest[-1].measured_at})")
     unweighted = [verdict for verdict in verdicts if verdict.weights.startswith(NO_REAL_WEIGHTS)]
     for verdict in (newest := _newest(unweighted, key=lambda verdict: verdict.environment.gpu)):
         fidelity = [guard for guard in verdict.guards if guard.name.startswith(FIDELITY_GUARDS)]
         if not fidelity or any(guard.outcome != "pass" for guard in fidelity):
-            return _Finding(False, f"fidelity tier not passed ({verdict.protocol}, {verdict.measured_at})")
+            return Finding(False, f"fidelity tier not passed ({verdict.protocol}, {verdict.measured_at})")
     if newest:
-        return _Finding(True, "fidelity tier passed, no real weights", fidelity_only=True)
-    return _Finding(None, "no gate verdict")
+        return Finding(True, "fidelity tier passed, no real weights", fidelity_only=True)
+    return Finding(None, "no gate verdict")
 
 
 def _is_decisive(verdict: GateVerdict) -> bool:

@@ -70,14 +70,19 @@ def _roofline(axes, verdicts: Sequence[MicroVerdict]) -> None:  # type: ignore[n
             axes.plot([x for x, _ in points], [x / us * 1e6 for x, us in points], marker, label=name)
     if timed:
         ceilings = timed[0].ceilings
-        ends = [min(v.bytes_moved for v in timed) / 2, max(v.bytes_moved for v in timed) * 2]
+        first, last = min(v.bytes_moved for v in timed) / 2, max(v.bytes_moved for v in timed) * 2
         peak = ceilings.get("peak_copy_bytes_per_s", ceilings["copy_bytes_per_s"])
-        axes.plot(ends, [peak, peak], "k-", linewidth=1, label=f"copy {peak / 1e12:.2f} TB/s")
+        knee = peak * ceilings["launch_floor_us"] / 1e6  # bytes that a copy moves in one launch's time
+        ends = sorted({first, last, min(max(knee, first), last)})
+        axes.plot(ends, [peak] * len(ends), "k-", linewidth=1, label=f"copy {peak / 1e12:.2f} TB/s")
         floor = ceilings["launch_floor_us"]
-        axes.plot(ends, [min(x / floor * 1e6, peak) for x in ends], "k:", linewidth=1, label=f"one launch {floor:.1f} µs")
+        axes.plot(
+            ends, [min(x / floor * 1e6, peak) for x in ends], "k:", linewidth=1, label=f"one launch {floor:.1f} µs"
+        )
     bounded = [verdict for verdict in timed if verdict.flop]
     if bounded:
         allowed = [v.bytes_moved / (v.flop / v.ceilings["flop_per_s"]) for v in bounded]
         axes.plot([v.bytes_moved for v in bounded], allowed, "k_", label="arithmetic allows")
     axes.set(xscale="log", yscale="log", xlabel="bytes moved by a call", ylabel="bytes per second")
-    axes.legend(fontsize=8)
+    if timed:
+        axes.legend(fontsize=8)

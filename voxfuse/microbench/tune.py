@@ -81,7 +81,7 @@ _ADAIN_SHAPES = {
 
 def _adain_candidates(shape_class: str) -> list[dict[str, int]]:
     block = adain.STREAM_FRAMES if shape_class == adain.STREAMING else int(shape_class.split()[1])
-    warps = [warps for warps in (1, 2, 4, 8, 16, 32) if 4 <= block // (32 * warps) <= 64]  # elements a thread
+    warps = [warps for warps in (1, 2, 4, 8, 16, 32) if 2 <= block // (32 * warps) <= 64]  # elements a thread
     plain = [{"num_warps": count} for count in warps]
     limited = itertools.product(plain, (64, 80, 128)) if block == adain.RESIDENT_FRAMES else ()
     return plain + [{**base, "maxnreg": limit} for base, limit in limited if base["num_warps"] <= 16]
@@ -113,10 +113,10 @@ def tune(
     """Tune every shape class of an operation on a device; nothing is written."""
     tunable = TUNABLE[operation]
     for shape_class, make in tunable.classes.items():
-        yield _tune(operation, tunable, shape_class, make, clock, device, run, environment, pairs)
+        yield tune_class(operation, tunable, shape_class, make, clock, device, run, environment, pairs)
 
 
-def _tune(
+def tune_class(
     operation: str,
     tunable: Tunable,
     shape_class: str,
@@ -127,6 +127,7 @@ def _tune(
     environment: Environment,
     pairs: int,
 ) -> Tuned:
+    """Tune one shape class; ``make`` draws its inputs. Raises RuntimeError where the table's own options are wrong."""
     generator = torch.Generator(device).manual_seed(0)
     first = make(generator)
     count = rotation(compulsory_bytes(first, tunable.op.reference(*first)), device)
