@@ -255,6 +255,15 @@ def test_a_profile_that_fails_is_said(
     assert re.search(note, found.note)
 
 
+def test_a_profile_that_was_cut_short_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: Any, timeout: float, **__: Any) -> None:
+        raise hotspots.subprocess.TimeoutExpired("voxfuse", timeout)
+
+    monkeypatch.setattr(hotspots.subprocess, "run", slow)
+    found = hotspots.matched_fusions("kokoro", "cpu", tmp_path, KNOWN, 10)
+    assert found.fusions == KNOWN and found.again and "did not end within 10 s" in found.note
+
+
 def test_a_gate_verdict_counts_only_once_it_is_done(tmp_path: Path) -> None:
     state = judge_state.State.open(tmp_path / "state", content())
     folder = state.gate_folder(KNOWN)

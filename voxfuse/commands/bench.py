@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,13 +64,15 @@ def bench(
         raise typer.Exit(_tune(tuple(fusions or ()), where, pairs, table, as_json))
     refuse_ignored(context, "bench without --tune", {name for name in context.params if name != "table"})
     folder = checked_folder(out or Path("runs") / f"bench-{where.type}", "--out")
+    picture = plot or folder / "bench.png"
+    checked_folder(picture.parent, "--plot")
     deadline = float("inf") if budget is None else time.monotonic() + 60 * budget
     try:
         plan = micro.bench_for(where, pairs, lambda: deadline - time.monotonic())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     done = list(judge_into(folder, cases, plan))
-    _report(done, folder, plot or folder / "bench.png", as_json, plan.dry)
+    _report(done, folder, picture, as_json, plan.dry)
     raise typer.Exit(status(done, plan.dry))
 
 
@@ -157,6 +160,8 @@ def _tune(fusions: tuple[str, ...], device: torch.device, pairs: int, table: Pat
     """Tune the operations of some fusions and write what won; the exit status."""
     if device.type == "cpu":
         raise typer.BadParameter("launch options are tuned on a GPU: the reference has none", param_hint="--tune")
+    if not table.parent.is_dir() or not os.access(table.parent, os.W_OK) or table.is_dir():
+        raise typer.BadParameter(f"{table} cannot be written: name another table", param_hint="--table")
     try:
         operations = tune.operations_of(fusions)
         plan = micro.bench_for(device, pairs, lambda: float("inf"))

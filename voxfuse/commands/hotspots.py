@@ -17,10 +17,11 @@ NO_SUCH_COMMAND = "No such command"
 
 
 class Matches(NamedTuple):
-    """The fusions to judge, and why those."""
+    """The fusions to judge, and why those. ``again``: a later run should profile once more."""
 
     fusions: tuple[str, ...]
     note: str
+    again: bool = False
 
 
 class _Hotspot(msgspec.Struct):
@@ -47,7 +48,7 @@ def matched_fusions(stack: str, device: str, folder: Path, known: tuple[str, ...
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, timeout_s), check=False)
     except subprocess.TimeoutExpired:
-        return Matches(known, f"the profile did not end within {timeout_s:.0f} s, {everything}")
+        return Matches(known, f"the profile did not end within {timeout_s:.0f} s, {everything}", again=True)
     if done.returncode != 0:
         if NO_SUCH_COMMAND in done.stderr:
             return Matches(known, f"this version has no voxfuse profile, {everything}")

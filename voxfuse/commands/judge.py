@@ -138,10 +138,12 @@ def run(state: State, known: tuple[str, ...], plan: micro.Bench, book: Path, spe
     """All steps that are not done yet, as far as the time reaches; verdicts go into ``book`` as they come."""
     stack = state.content.stack
     unfinished: list[str] = []
-    if state.content.matched is None:
+    fusions, note = state.content.matched, state.content.note
+    if fusions is None:
         found = matched_fusions(stack, state.content.device, state.folder / "profile", known, plan.left() / 4)
-        state.matched(*found)
-    fusions, note = state.content.matched or (), state.content.note
+        fusions, note = found.fusions, found.note
+        if not found.again:
+            state.matched(fusions, note)
     print(f"voxfuse judge: {note}", file=sys.stderr)
     judged: tuple[micro.Judged, ...] = ()
     if fusions:
