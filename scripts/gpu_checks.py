@@ -64,8 +64,9 @@ def _pytest(suite: Suite, name: str, arguments: list[str]) -> Row:
 
 
 def _files_with_gpu_tests() -> list[str]:
-    """Only these are collected: others may import what a GPU machine lacks."""
-    files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    """Only these are collected: others may import what a GPU machine lacks. The cases of tests/benchmarks are those of
+    the step ``micro``."""
+    files = sorted(path for path in (REPOSITORY / "tests").rglob("test_*.py") if path.parent.name != "benchmarks")
     return [str(path.relative_to(REPOSITORY)) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
 
 

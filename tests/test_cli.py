@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from typer.testing import CliRunner, Result
+from verdicts import measured
 
 from voxfuse import doctor, records
 from voxfuse.__main__ import app
@@ -31,32 +32,8 @@ def process(*arguments: str, before: str = "") -> subprocess.CompletedProcess[st
 
 
 def verdict() -> records.MicroVerdict:
-    environment = records.Environment(
-        gpu="NVIDIA H200",
-        gpu_uuid_sha256=None,
-        compute_capability="9.0",
-        driver=None,
-        torch="2.13.0",
-        triton="3.7.1",
-        python="3.11",
-        platform="Linux",
-        voxfuse="0.1.0",
-        commit=None,
-    )
-    return records.MicroVerdict(
-        fusion="adain_snake",
-        case=records.Case(name="row[8]", stack="kokoro", tensors={}),
-        environment=environment,
-        arms=(),
-        ratios=(records.Ratio(baseline="eager", median=3.456, low=3.0, high=4.0, verdict="win"),),
-        aa_half_width=0.01,
-        win_bar=0.03,
-        controls={},
-        ceilings={},
-        bytes_moved=10,
-        speed_of_light=None,
-        measured_at="2026-11-30T10:00:00+00:00",
-    )
+    case = records.Case(name="row[8]", stack="kokoro", tensors={})
+    return msgspec.structs.replace(measured(20.0, 10.0, None), case=case)
 
 
 def test_version() -> None:
@@ -69,7 +46,7 @@ def test_help_lists_the_commands_that_exist_and_no_others() -> None:
     result = voxfuse("--help")
     assert result.exit_code == 0
     listed = set(re.findall(r"^│ ([a-z]+) ", result.stdout, re.MULTILINE))
-    assert listed == {"doctor", "gate", "ledger"}
+    assert listed == {"bench", "doctor", "gate", "judge", "ledger"}
 
 
 def test_help_loads_neither_torch_nor_triton() -> None:
@@ -86,7 +63,7 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...]) -> None:
 
 
 def test_a_crash_is_no_verdict() -> None:
-    done = process("ledger", before="import voxfuse.evidence.listing as l; l.rows = lambda where: 1 / 0")
+    done = process("ledger", before="import voxfuse.evidence.listing as l; l.rows = lambda *_: 1 / 0")
     assert done.returncode == 2
     assert "ZeroDivisionError" in done.stderr
 
@@ -107,19 +84,19 @@ def test_ledger_as_table_and_json(tmp_path: Path) -> None:
     path = ledger.append(verdict(), tmp_path)
     [row] = json.loads(voxfuse("ledger", "--json", "--folder", str(tmp_path)).stdout)
     assert row == {
-        "measured_at": "2026-11-30T10:00:00+00:00",
+        "measured_at": "2026-11-01T10:00:00+00:00",
         "judge": "micro",
         "stack": "kokoro",
         "subject": "adain_snake",
         "case": "row[8]",
         "gpu": "NVIDIA H200",
         "compute_capability": "9.0",
-        "outcome": "win 3.46× eager",
+        "outcome": "win 2.00× eager",
         "file": str(path),
     }
     table = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["ledger", "--folder", str(tmp_path)])
     assert table.exit_code == 0
-    for text in ("row[8]", "NVIDIA H200 (9.0)", "win 3.46× eager"):
+    for text in ("row[8]", "NVIDIA H200 (9.0)", "win 2.00× eager"):
         assert text in table.stdout
 
 

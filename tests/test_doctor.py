@@ -6,21 +6,26 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from verdicts import H200, verdict
 
 from voxfuse import doctor
+from voxfuse.doctor import folders
+from voxfuse.evidence import ledger
 from voxfuse.fusions.registry import FUSIONS
 from voxfuse.kernels import _op
 from voxfuse.records import to_json
 
 
 @pytest.fixture(autouse=True)
-def plain_cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_cpu_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No GPU, no driver, no voxfuse variables, kernels not interpreted; tests add to that."""
     for name in ("VOXFUSE", "VOXFUSE_BACKEND", "VOXFUSE_FUSIONS", "VOXFUSE_LEDGER", "VOXFUSE_STRICT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "driver_version", lambda: None)
     monkeypatch.setattr(_op, "INTERPRETED", False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("VOXFUSE_CACHE", str(tmp_path / "voxfuse"))
 
 
 @pytest.fixture
@@ -32,6 +37,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(doctor, "driver_version", lambda: "570.86")
+    monkeypatch.setattr(doctor, "capture_environment", lambda: H200)
 
 
 def found(subject: str) -> doctor.Finding:
@@ -153,6 +159,92 @@ def test_a_cache_that_cannot_be_written_is_noted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "new" / "cache"))
     assert found("voxfuse cache").state == "note"
     assert found("Triton cache") == doctor.Finding(subject="Triton cache", value=str(tmp_path / "new" / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "parent_mode", "risk"),
+    [
+        (0o700, 0o755, None),
+        (0o775, 0o755, None),  # a group of one's own is the default of many systems
+        (0o777, 0o755, "every user may write into"),
+        (0o1777, 0o755, "every user may write into"),
+        (0o700, 0o777, "every user may replace what lies in"),
+        (0o700, 0o1777, None),
+        (None, 0o1777, "before this one does"),
+        (None, 0o777, "every user may write into"),
+        (None, 0o755, None),
+    ],
+)
+def test_a_cache_that_others_can_write(mode: int | None, parent_mode: int, risk: str | None, tmp_path: Path) -> None:
+    folder = tmp_path / "shared" / "cache"
+    folder.parent.mkdir()
+    if mode is not None:
+        folder.mkdir()
+        folder.chmod(mode)
+    folder.parent.chmod(parent_mode)
+    said = folders.shared_unsafely(folder)
+    assert said is None if risk is None else risk in str(said)
+
+
+def test_a_cache_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders.os, "getuid", lambda: 12345)
+    monkeypatch.setattr(folders, "ROOT_USER", 54321)
+    assert f"{tmp_path} belongs to another user" in str(folders.shared_unsafely(tmp_path / "new"))
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    assert "belongs to another user" in str(folders.shared_unsafely(link))
+
+
+def test_an_unsafe_cache_is_a_problem_where_kernels_run(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor.switches, "toolchain_missing", lambda: None)
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton").chmod(0o777)
+    [problem] = doctor.examine().problems
+    assert problem.subject == "Triton cache" and "Point TRITON_CACHE_DIR to a folder of your own" in problem.advice
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert found("Triton cache").state == "note"
+
+
+@pytest.mark.parametrize(("free", "state"), [(5 << 30, "ok"), (1 << 30, "note"), (1 << 20, "problem")])
+def test_disk_space(free: int, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    disk = found("disk")
+    assert disk.state == state and f"{free / 2**30:.1f} GiB free for" in disk.value and "Triton cache" in disk.value
+
+
+def test_the_pth_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(folders.site, "getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.setattr(folders.site, "getusersitepackages", lambda: str(tmp_path / "absent"))
+    (tmp_path / "__editable__.voxfuse-0.1.0.pth").write_text("/work")
+    assert (found(".pth file").value, found(".pth file").state) == ("none", "note")
+    monkeypatch.setenv("VOXFUSE", "1")
+    assert found(".pth file").state == "problem"
+    (tmp_path / "voxfuse.pth").write_text("import voxfuse_activation")
+    assert found(".pth file") == doctor.Finding(subject=".pth file", value=str(tmp_path / "voxfuse.pth"))
+
+
+def test_stale_verdicts_of_this_gpu_are_to_be_judged_again(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ledger, "SHIPPED", tmp_path)
+    ledger.append(verdict(), tmp_path)
+    assert found("stale verdicts") == doctor.Finding(subject="stale verdicts", value="none on this GPU")
+    monkeypatch.setattr(doctor, "capture_environment", lambda: msgspec.structs.replace(H200, triton="3.9.0"))
+    stale = found("stale verdicts")
+    assert (stale.value, stale.state) == ("1 on this GPU", "note")
+    assert stale.advice == "re-judge: voxfuse judge --stack kokoro (Triton 3.7.1 then, 3.9.0 now)"
+
+
+def test_without_a_gpu_nothing_is_stale() -> None:
+    assert not [finding for finding in doctor.examine().findings if finding.subject == "stale verdicts"]
+
+
+def test_an_installed_stack_without_patches_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "0.1.0" if name == "vocos" else None)
+    finding = found("stack vocos")
+    assert (finding.value, finding.state) == ("vocos 0.1.0", "note") and "no patches for it" in finding.advice
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ Exit status of every command: 0 pass, 1 fail, 2 usage or environment (a crash in
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +26,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+# For commands whose module reads its own arguments.
+DELEGATED: dict[str, Any] = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -60,38 +64,44 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(ENVIRONMENT if diagnosis.problems else PASS)
 
 
-@app.command(name="ledger")
-def list_ledger(
-    folder: Annotated[
-        Path | None, typer.Option(help="List this folder instead of the shipped ledger and VOXFUSE_LEDGER.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """List the verdicts on file, oldest first."""
-    from voxfuse.evidence import ledger, listing
+@app.command(**DELEGATED)
+def ledger(context: typer.Context) -> None:
+    """The verdicts on file: list, explain (``why``), recompute, find stale ones, render EVIDENCE.md."""
+    from voxfuse.commands.ledger import app
 
-    if folder is not None and not folder.is_dir():
-        typer.echo(f"voxfuse ledger: {folder} is not a folder", err=True)
-        raise typer.Exit(ENVIRONMENT)
-    folders = ledger.folders() if folder is None else (folder,)
-    rows = listing.rows(folders)
-    if as_json:
-        typer.echo(json.dumps([row._asdict() for row in rows], indent=1, ensure_ascii=False))
-    else:
-        listing.show(rows, folders)
+    _run(app, context)
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command(**DELEGATED)
+def bench(context: typer.Context) -> None:
+    """Judge fusions shape by shape: eager chain, torch.compile, peers, voxfuse; ``--tune`` finds launch options."""
+    from voxfuse.commands.bench import bench
+
+    _run(bench, context)
+
+
+@app.command(**DELEGATED)
 def gate(context: typer.Context) -> None:
     """Speak, transcribe and judge a stack, untouched against patched. ``voxfuse gate --help`` lists the options."""
     from voxfuse.e2e.command import gate
 
-    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    command.command()(gate)
-    command(context.args, prog_name="voxfuse gate")
+    _run(gate, context)
+
+
+@app.command(**DELEGATED)
+def judge(context: typer.Context) -> None:
+    """Settle what should be on for a stack on this GPU: profile, bench, gate and write the ledger, within a budget."""
+    from voxfuse.commands.judge import judge
+
+    _run(judge, context)
+
+
+def _run(command: Callable[..., None] | typer.Typer, context: typer.Context) -> None:
+    """Run a command that is imported only now, so that asking for help loads neither torch nor a stack."""
+    if not isinstance(command, typer.Typer):
+        function, command = command, typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        command.command()(function)
+    command(context.args, prog_name=f"voxfuse {context.info_name}")
 
 
 def main() -> None:

@@ -148,9 +148,11 @@ class MicroVerdict(Document, frozen=True, kw_only=True, tag="micro-verdict"):
     """One fusion at one shape on one GPU against its baselines. ``wrong`` set means: no speed is claimed.
 
     ``aa_half_width`` is the half-width of the A/A interval, as a ratio; ``win_bar`` = max(0.03, 2 × that).
-    ``ceilings`` are measured in the same run (``copy_bytes_per_s``, ``launch_floor_us``). ``bytes_moved`` is the
-    compulsory traffic (each input read once, each output written once); ``speed_of_light`` is the fraction of
-    max(bytes / copy bandwidth, launch floor) reached.
+    ``ceilings`` are measured in the same run: ``copy_bytes_per_s`` at the case's footprint, ``launch_floor_us``, the
+    peaks of a large copy and of matmuls, and ``flop_per_s``, the peak of the precision that ``flop`` counts in.
+    ``bytes_moved`` is the compulsory traffic (each input read once, each output written once), ``flop`` the arithmetic
+    that could bound the call (0: none); ``speed_of_light`` is the fraction of max(bytes / copy bandwidth, flop / peak,
+    launch floor) reached.
     """
 
     fusion: str
@@ -163,6 +165,7 @@ class MicroVerdict(Document, frozen=True, kw_only=True, tag="micro-verdict"):
     controls: dict[str, float]
     ceilings: dict[str, float]
     bytes_moved: int
+    flop: int = 0
     speed_of_light: float | None
     wrong: str | None = None
     measured_at: str

@@ -83,12 +83,42 @@ def test_extension_is_spoken_when_asked(stack, tmp_path):
         (("--device", "cuda"), "use --device cpu"),
         (("--score-only",), "holds no run"),
         (("--sentences", "0"), "sentences"),
+        (("--device", "banana"), "expected cpu, cuda or cuda:N, got 'banana'"),
+        (("--device", "cuda:x"), "expected cpu, cuda or cuda:N, got 'cuda:x'"),
+        (("--score-only", "--sentences", "3", "--fusions", "tone"), "--score-only does not use --sentences, --fusions"),
+        (("--score-only", "--protocol", "full"), "--score-only does not use --protocol: leave it out"),
+        (("--score-only", "--stack", "kokoro"), "--score-only does not use --stack"),
     ],
 )
 def test_usage_ends_with_2_and_says_what_was_expected(stack, tmp_path, arguments, message, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = run("--out", tmp_path / "run", *arguments)
     assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("place", ["file", "file/run"])
+@pytest.mark.parametrize("step", [("--device", "cpu"), ("--score-only",)])
+def test_a_file_in_place_of_the_folder_ends_with_2(stack, tmp_path, place, step):
+    (tmp_path / "file").write_text("mine")
+    result = run("--out", tmp_path / place, *step)
+    assert result.exit_code == 2 and "is a file: expected a folder" in " ".join(
+        result.output.replace("│", " ").replace("\n", " ").split()
+    )
+    assert (tmp_path / "file").read_text() == "mine" and stack.spoken == []
+
+
+def test_a_gpu_that_is_not_there_ends_with_2(stack, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    result = run("--device", "cuda:2", "--out", tmp_path / "run")
+    assert result.exit_code == 2 and "torch sees 2 GPUs" in result.output
+
+
+def test_a_run_spoken_on_a_gpu_is_found_by_its_names_without_one(stack, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = run("--score-only", "--stack", "tones", "--device", "cuda")
+    assert result.exit_code == 2 and "runs/gate-tones-cuda holds no run" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("error", [WeightsMissing("install these weights"), ImportError("install kokoro")])

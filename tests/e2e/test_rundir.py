@@ -94,6 +94,13 @@ def test_another_run_is_not_resumed(run, change, message):
         RunDirectory.create(run.path, header_of(**change), TEXTS[:3])
 
 
+@pytest.mark.parametrize("name", ["torch", "triton", "commit", "voxfuse", "gpu"])
+def test_a_run_of_other_code_or_another_machine_is_not_resumed(run, name):
+    environment = msgspec.structs.replace(run.header.environment, **{name: "another"})
+    with pytest.raises(RunMismatch, match=f"environment.{name} is .* there, 'another' here"):
+        RunDirectory.create(run.path, header_of(environment=environment), TEXTS[:3])
+
+
 def test_the_same_run_is_resumed_whenever_it_began(run):
     again = RunDirectory.create(run.path, header_of(created_at="2026-01-01T00:00:00+00:00"), TEXTS[:3])
     assert again.header.created_at == run.header.created_at

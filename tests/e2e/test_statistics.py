@@ -45,6 +45,14 @@ def test_none_of_20_differing_is_too_few():
     assert result.outcome == "inconclusive" and result.high == pytest.approx((1 - 0.05 ** (1 / 20)) * 2 / 10)
 
 
+def test_repetitions_of_the_same_utterances_do_not_shrink_the_exact_bound():
+    """200 utterances that never differ say as much about unheard utterances however often each was spoken."""
+    once = non_inferiority(clusters_of([0] * 200), margin=0.003, edits_per_change=2.0)
+    thrice = [Cluster(3 * cluster.words, 3, 3) for cluster in clusters_of([0] * 200)]
+    extended = non_inferiority(thrice, margin=0.003, edits_per_change=2.0, repetitions=3)
+    assert extended.high == pytest.approx(once.high) and extended.high == pytest.approx((1 - 0.05 ** (1 / 200)) * 0.2)
+
+
 def test_exact_bound_uses_the_largest_change_seen():
     small = non_inferiority(clusters_of([1] + [0] * 199), margin=0.003)
     large = non_inferiority(clusters_of([6] + [0] * 199), margin=0.003)

@@ -1,242 +1,15 @@
-"""The ledger: what acceptance asks for, by flipping one verdict at a time, and what becomes of a bad file."""
+"""The ledger: what it writes and refuses to write, and what becomes of a bad file."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
+from verdicts import FUSION, HOPPER, environment, gate, micro
 
 from voxfuse import records
-from voxfuse.evidence import ledger
-
-HOPPER, ADA = "9.0", "8.9"
-FUSION = records.Fusion(
-    name="adain_snake",
-    stacks=("kokoro",),
-    operations=("snake",),
-    contract="same-precision",
-    envelope="fp32",
-    kernels=("adain",),
-)
-
-
-def environment(capability: str | None, gpu: str | None = "NVIDIA H200") -> records.Environment:
-    return records.Environment(
-        gpu=gpu,
-        gpu_uuid_sha256=None,
-        compute_capability=capability,
-        driver="570.0",
-        torch="2.13.0",
-        triton="3.7.1",
-        python="3.11.7",
-        platform="Linux",
-        voxfuse="0.1.0",
-        commit=None,
-    )
-
-
-def micro(
-    outcome: records.Comparison | None = "win",
-    *,
-    name: str = "large",
-    bytes_moved: int = 1000,
-    capability: str | None = HOPPER,
-    day: int = 1,
-    gpu: str = "NVIDIA H200",
-    **changes: Any,
-) -> records.MicroVerdict:
-    """A verdict with the given outcome against eager, and a win against torch.compile that must not count."""
-    ratios = [records.Ratio(baseline="torch.compile", median=2.0, low=1.9, high=2.1, verdict="win")]
-    if outcome is not None:
-        ratios.append(records.Ratio(baseline="eager", median=1.0, low=0.9, high=1.1, verdict=outcome))
-    signature = records.TensorSignature(shape=(1, bytes_moved), dtype="float32", strides=(bytes_moved, 1))
-    verdict = records.MicroVerdict(
-        fusion=FUSION.name,
-        case=records.Case(name=name, stack="kokoro", tensors={"x": signature}),
-        environment=environment(capability, gpu),
-        arms=(),
-        ratios=tuple(ratios),
-        aa_half_width=0.01,
-        win_bar=0.03,
-        controls={},
-        ceilings={},
-        bytes_moved=bytes_moved,
-        speed_of_light=0.8,
-        measured_at=f"2026-11-{day:02d}T10:00:00+00:00",
-    )
-    return msgspec.structs.replace(verdict, **changes)
-
-
-GUARD = records.Guard(name="WER ceiling", value=1.0, limit=6.0, outcome="pass")
-RECEIPT = records.Receipt(
-    fusion=FUSION.name, stack="kokoro", target="m:C.forward", count=1, status="applied", backend="triton", process_id=1
-)
-
-
-def gate(
-    verdict: records.GateOutcome = "pass", *, capability: str | None = HOPPER, day: int = 1, **changes: Any
-) -> records.GateVerdict:
-    record = records.GateVerdict(
-        protocol="full",
-        protocol_sha256="0" * 64,
-        stack="kokoro",
-        stack_version="0.9.4",
-        weights="kokoro-v1.0 sha256:0",
-        asr="tiny.en",
-        normalizer_sha256=None,
-        fusions=(FUSION.name, "other"),
-        environment=environment(capability),
-        workload={},
-        repetitions=10,
-        metrics=(),
-        guards=(GUARD,),
-        receipts=(RECEIPT,),
-        utterances=(),
-        verdict=verdict,
-        reasons=("WER",),
-        measured_at=f"2026-11-{day:02d}T12:00:00Z",
-    )
-    return msgspec.structs.replace(record, **changes)
-
-
-def judge(
-    *verdicts: ledger.Verdict, capability: str | None = HOPPER, version: str = "0.9.4", fusion: records.Fusion = FUSION
-) -> ledger.Acceptance:
-    entries = [ledger.Entry(Path("x"), verdict) for verdict in verdicts]
-    return ledger.accepted(fusion, "kokoro", version, capability, entries)
-
-
-PROVEN = (micro(), micro("neutral", name="small", bytes_moved=499), gate())
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"protocol": "lax"},
-        {"protocol": "full, 7 sentences"},
-        {"guards": ()},
-        {"guards": (GUARD, msgspec.structs.replace(GUARD, outcome="fail"))},
-        {"receipts": ()},
-        {"receipts": (msgspec.structs.replace(RECEIPT, backend="reference"),)},
-        {"weights": "random, seed 0"},
-    ],
-)
-def test_a_pass_that_proves_nothing_does_not_count(changes: dict[str, Any]) -> None:
-    assert not judge(micro(), gate(**changes)).accepted
-    assert not judge(micro(), gate("fail", day=1), gate(day=2, **changes)).accepted
-
-
-def test_a_failed_smoke_run_does_not_outrank_a_full_pass() -> None:
-    assert judge(*PROVEN, gate("fail", day=2, protocol="smoke")).accepted
-
-
-def test_both_judges_agreeing_is_accepted() -> None:
-    acceptance = judge(*PROVEN)
-    assert acceptance.accepted and not acceptance.fidelity_only
-    assert acceptance.reason == "micro verdict wins on 1 of 2 cases; gate passed (full, 2026-11-01T12:00:00Z)"
-
-
-def test_an_empty_ledger_accepts_nothing() -> None:
-    for capability in (HOPPER, None):
-        acceptance = judge(capability=capability)
-        assert not acceptance.accepted
-        assert "no record of adain_snake on kokoro" in acceptance.reason
-
-
-@pytest.mark.parametrize(
-    ("verdicts", "reason"),
-    [
-        ((micro("loss"), gate()), "lost to eager on case large"),
-        ((micro("neutral"), gate()), "only neutral on the large case large"),
-        ((micro(), micro("neutral", name="half", bytes_moved=500), gate()), "only neutral on the large case half"),
-        ((micro(), micro("loss", name="small", bytes_moved=10), gate()), "lost to eager on case small"),
-        ((micro(), micro(name="small", bytes_moved=10, wrong="error 2e-3"), gate()), "wrong on case small: error 2e-3"),
-        ((micro(None), gate()), "no comparison with 'eager'"),
-        ((micro(),), "no gate verdict with adain_snake on kokoro 0.9.*: voxfuse gate --stack kokoro"),
-        ((gate(),), "no micro verdict"),
-        ((micro(), gate("fail")), "gate failed (full, 2026-11-01T12:00:00Z): WER"),
-        ((micro(), gate("inconclusive")), "no gate verdict"),
-        ((micro(), gate("not-judged")), "no gate verdict"),
-        ((micro(), gate(fusions=("other",))), "no gate verdict"),
-        ((micro(), gate(stack="mimi")), "no gate verdict"),
-        ((micro(), gate(stack_version="0.8.4")), "no gate verdict"),
-        ((micro(), gate(capability=None)), "no gate verdict"),
-        ((micro(fusion="other"), gate()), "no micro verdict"),
-    ],
-)
-def test_one_flipped_verdict_refuses(verdicts: tuple[ledger.Verdict, ...], reason: str) -> None:
-    acceptance = judge(*verdicts)
-    assert not acceptance.accepted
-    assert reason in acceptance.reason
-
-
-def test_the_newest_verdict_of_a_case_counts_in_either_direction() -> None:
-    assert judge(micro("loss", day=1), micro("win", day=2), gate()).accepted
-    assert not judge(micro("loss", day=3), micro("win", day=2), gate()).accepted
-    assert judge(micro(), gate("fail", day=1), gate("pass", day=2)).accepted
-    assert not judge(micro(), gate("fail", day=3), gate("pass", day=2)).accepted
-
-
-def test_an_undecided_gate_does_not_take_an_older_pass_away() -> None:
-    assert judge(micro(), gate("pass", day=1), gate("inconclusive", day=2)).accepted
-
-
-def test_gpus_of_one_capability_must_all_agree() -> None:
-    assert not judge(micro("loss", day=1, gpu="NVIDIA H100"), micro("win", day=2), gate()).accepted
-
-
-def test_a_verdict_speaks_for_its_release_series() -> None:
-    assert judge(*PROVEN, version="0.9.2").accepted
-    assert judge(*PROVEN, version="0.9.5+local.1").accepted
-    assert not judge(*PROVEN, version="0.10.0").accepted
-
-
-def test_a_gpu_without_records_follows_where_it_is_proven() -> None:
-    for capability in (ADA, None):
-        acceptance = judge(*PROVEN, capability=capability)
-        assert acceptance.accepted
-        assert "accepted on 9.0" in acceptance.reason
-    for contract in ("bitwise", "reduced"):
-        fusion = msgspec.structs.replace(FUSION, contract=contract)
-        alone = gate(fusions=(FUSION.name,))
-        acceptance = judge(micro(), alone, capability=ADA, fusion=fusion)
-        assert acceptance.accepted == (contract == "bitwise")
-    assert "needs a record for compute capability 8.9" in acceptance.reason
-
-
-def test_own_records_outrank_those_of_other_gpus() -> None:
-    assert not judge(*PROVEN, micro("loss", capability=ADA), capability=ADA).accepted
-    acceptance = judge(*PROVEN, micro(capability=ADA), capability=ADA)
-    assert not acceptance.accepted and "no gate verdict" in acceptance.reason
-
-
-def test_measurements_on_a_cpu_prove_nothing() -> None:
-    assert not judge(micro(capability=None), gate(capability=None), capability=None).accepted
-
-
-def test_reduced_precision_must_pass_alone() -> None:
-    reduced = msgspec.structs.replace(FUSION, contract="reduced")
-    assert not judge(*PROVEN, fusion=reduced).accepted
-    assert judge(*PROVEN, gate(fusions=(FUSION.name,)), fusion=reduced).accepted
-
-
-def fidelity(outcome: records.GateOutcome, day: int = 1, **changes: Any) -> records.GateVerdict:
-    guard = records.Guard(name="fidelity, worst", value=80.0, limit=60.0, outcome=outcome)
-    return gate("not-judged", day=day, **({"weights": "random, seed 0", "guards": (guard,)} | changes))
-
-
-def test_fidelity_alone_counts_only_where_no_real_weights_exist() -> None:
-    acceptance = judge(micro(), fidelity("pass"))
-    assert acceptance.accepted and acceptance.fidelity_only
-    assert not judge(micro(), fidelity("pass", weights="kokoro-v1.0 sha256:0")).accepted
-    assert not judge(micro(), fidelity("fail")).accepted
-    assert not judge(micro(), fidelity("pass", day=1), fidelity("fail", day=2)).accepted
-    assert not judge(micro(), fidelity("pass", guards=())).accepted
-    assert not judge(micro(), fidelity("pass"), gate("fail")).accepted
-    assert not judge(micro(), fidelity("pass", day=2), gate("pass", day=1)).fidelity_only
-    elsewhere = judge(micro(), fidelity("pass"), capability=ADA)
-    assert elsewhere.accepted and elsewhere.fidelity_only
+from voxfuse.evidence import acceptance, ledger
+from voxfuse.recompute import recompute
 
 
 def test_append_names_the_file_and_never_overwrites(tmp_path: Path) -> None:
@@ -264,16 +37,16 @@ def test_appended_verdicts_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ledger.append(micro(day=1), tmp_path / "shipped")
     ledger.append(gate(day=2), tmp_path / "mine")
     assert [entry.verdict for entry in ledger.load()] == [micro(day=1), gate(day=2)]
-    assert ledger.accepted(FUSION, "kokoro", "0.9.4", HOPPER).accepted
+    assert acceptance.accepted(FUSION, "kokoro", "0.9.4", HOPPER).accepted
     ledger.append(micro("loss", day=3), tmp_path / "mine")
-    assert not ledger.accepted(FUSION, "kokoro", "0.9.4", HOPPER).accepted
+    assert not acceptance.accepted(FUSION, "kokoro", "0.9.4", HOPPER).accepted
 
 
 def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
     path = ledger.append(micro(), tmp_path)
     assert len(ledger.load([tmp_path])) == 1
-    data = json.loads(path.read_text()) | {"wrong": "error"}
-    path.write_text(json.dumps(data))
+    wrong = json.loads(records.to_json(recompute(msgspec.structs.replace(micro(), wrong="error"))))
+    path.write_text(json.dumps(wrong))
     assert ledger.load([tmp_path])[0].verdict.wrong == "error"  # type: ignore[union-attr]
 
 
@@ -295,6 +68,34 @@ def test_a_bad_file_is_named_and_skipped(content: bytes, tmp_path: Path) -> None
     with pytest.warns(ledger.LedgerWarning, match=r"skipped a record of the ledger: .*bad\.json"):
         entries = ledger.load([tmp_path])
     assert [entry.verdict for entry in entries] == [micro()]
+
+
+def boasting() -> records.MicroVerdict:
+    ratios = tuple(msgspec.structs.replace(ratio, median=9.0) for ratio in micro().ratios)
+    return micro(ratios=ratios)
+
+
+def test_a_record_that_does_not_follow_from_its_samples_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="adain_snake does not follow from its samples: ratio to eager: 9 claimed"):
+        ledger.append(boasting(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    records.write(boasting(), tmp_path / "mine.json")
+    with pytest.warns(ledger.LedgerWarning, match=r"mine\.json: it does not follow .*: ratio to eager: 9 claimed"):
+        assert ledger.load([tmp_path]) == []
+    assert ledger.read(tmp_path / "mine.json") == boasting()
+
+
+def test_an_older_honest_record_counts_where_a_newer_one_boasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "SHIPPED", tmp_path)
+    ledger.append(micro("loss", day=1), tmp_path)
+    ledger.append(gate(), tmp_path)
+    forged = msgspec.structs.replace(micro("loss", day=2), ratios=micro("win").ratios)
+    records.write(forged, tmp_path / "forged.json")
+    with pytest.warns(ledger.LedgerWarning, match="forged"):
+        found = acceptance.accepted(FUSION, "kokoro", "0.9.4", HOPPER)
+    assert not found.accepted and "lost to eager" in found.reason
 
 
 def test_a_file_too_large_for_a_verdict_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

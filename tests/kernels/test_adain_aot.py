@@ -3,7 +3,8 @@
 import pytest
 from aot import TARGETS, Request, compile_ahead
 
-from voxfuse.kernels.adain import RESIDENT_FRAMES, RESIDENT_REGISTERS, RESIDENT_WARPS, STREAM_FRAMES, STREAM_OPTIONS
+from voxfuse.kernels._tuned import lookup
+from voxfuse.kernels.adain import OPERATION, RESIDENT_FRAMES, STREAM_FRAMES, shape_class
 
 pytestmark = pytest.mark.aot
 
@@ -12,14 +13,20 @@ SIGNATURE = dict.fromkeys(POINTERS, "*fp32") | dict.fromkeys(
     ("C", "T", "stride_xb", "stride_xc", "stride_xt", "stride_style"), "i32"
 ) | {"lengths_ptr": "*i64", "eps": "fp32", "slope": "fp32"}  # fmt: skip
 CONFIGURATIONS = {
-    "resident": ("_resident_kernel", RESIDENT_FRAMES, dict(RESIDENT_WARPS)[RESIDENT_FRAMES], 168),
-    "streaming": ("_streaming_kernel", STREAM_FRAMES, dict(STREAM_OPTIONS)["num_warps"], 64),
-}  # kernel, block, warps, most registers
-LIMITS = {f"sm_{major}{minor}": {"maxnreg": limit} for (major, minor), limit in RESIDENT_REGISTERS.items()}
+    "resident": ("_resident_kernel", RESIDENT_FRAMES, RESIDENT_FRAMES, 168),
+    "streaming": ("_streaming_kernel", STREAM_FRAMES, RESIDENT_FRAMES + 1, 64),
+}  # kernel, block, frames of its class, most registers
+
+
+def _options(frames: int, target: str) -> dict[str, int]:
+    capability = f"{target[3:-1]}.{target[-1]}" if target.startswith("sm_") else target
+    return dict(lookup(OPERATION, shape_class(frames), capability))
 
 
 def _request(name: str, target: str, snake: bool) -> Request:
-    kernel, block, warps, _ = CONFIGURATIONS[name]
+    kernel, block, frames, _ = CONFIGURATIONS[name]
+    options = _options(frames, target)
+    warps = options.pop("num_warps")
     constants: dict[str, int | None] = {"BLOCK_T": block, "stride_xt": 1}
     if not snake:
         constants["alpha_ptr"] = None
@@ -29,7 +36,7 @@ def _request(name: str, target: str, snake: bool) -> Request:
         constants=constants,
         warps=warps,
         target=target,
-        options=LIMITS.get(target, {}) if name == "resident" else {},
+        options=options,
         patterns=(r"\bsin", r"fma\.rn\.f32|v_(?:pk_)?fma"),
     )
 

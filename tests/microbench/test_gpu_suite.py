@@ -10,7 +10,7 @@ import pytest
 from gpu_suite_state import Row
 
 from voxfuse.evidence import ledger
-from voxfuse.microbench.judge import recompute
+from voxfuse.recompute import recompute
 
 needs_kokoro = pytest.mark.skipif(importlib.util.find_spec("kokoro") is None, reason="needs the package kokoro")
 

@@ -10,19 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from voxfuse.microbench.judge import (
-    CONTROLS,
-    Contest,
-    compare,
-    compulsory_bytes,
-    error_fp64,
-    fidelity_fault,
-    judge,
-    ratio_interval,
-    recompute,
-)
+from voxfuse.microbench.judge import Contest, compulsory_bytes, error_fp64, fidelity_fault, judge
 from voxfuse.microbench.timer import HostClock
 from voxfuse.profiles.environment import capture_environment
+from voxfuse.recompute import CONTROLS, compare, ratio_interval, recompute
 from voxfuse.records import Case, Fusion, MicroVerdict, TensorSignature, from_json, to_json
 
 FRAMES = 2_000

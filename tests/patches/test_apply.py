@@ -9,7 +9,7 @@ from torch import nn
 from toystack import ToyStack, fused_norm, fused_residual, toy_fusion
 
 import voxfuse
-from voxfuse.evidence import ledger
+from voxfuse.evidence import acceptance
 from voxfuse.fusions.registry import FUSIONS
 from voxfuse.patches import PatchError, PatchWarning, registry
 from voxfuse.patches.engine import apply_patches
@@ -166,9 +166,9 @@ def test_policy_proven_asks_the_ledger(toy: ToyStack, monkeypatch: pytest.Monkey
 
     def accepted(fusion, stack, version, capability):
         asked.append((fusion.name, stack, version, capability))
-        return ledger.Acceptance(fusion.name == "toy_gain", "no micro verdict", fidelity_only=True)
+        return acceptance.Acceptance(fusion.name == "toy_gain", "no micro verdict", fidelity_only=True)
 
-    monkeypatch.setattr(ledger, "accepted", accepted)
+    monkeypatch.setattr(acceptance, "accepted", accepted)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     toy.use(*toy.all_patches)

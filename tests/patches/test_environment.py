@@ -18,6 +18,21 @@ def test_voxfuse_0_is_off_everywhere(toy: ToyStack, monkeypatch: pytest.MonkeyPa
         assert (receipt.status, receipt.reason) == ("skipped", "VOXFUSE=0")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("VOXFUSE_BACKEND", "gpu"), ("VOXFUSE_FUSIONS", "toy_nrom"), ("VOXFUSE_STRICT", "yes")],
+)
+def test_voxfuse_0_wins_over_variables_that_cannot_be_obeyed(
+    name: str, value: str, toy: ToyStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=name):
+        apply_patches("toyvoice")
+    monkeypatch.setenv("VOXFUSE", "0")
+    (receipt,) = apply_patches("toyvoice").receipts
+    assert (receipt.status, receipt.reason) == ("skipped", "VOXFUSE=0")
+
+
 def test_fusions_from_the_environment(toy: ToyStack, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.use(*toy.all_patches)
     monkeypatch.setenv("VOXFUSE_FUSIONS", "+toy_norm, -toy_gain")

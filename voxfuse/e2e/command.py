@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -16,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from voxfuse.e2e.asr import EMBEDDED, AsrMissing, WhisperTranscriber
 from voxfuse.e2e.gate import EXIT_STATUS, NothingApplied, generate, run_gate, show
 from voxfuse.e2e.generate import Notify
+from voxfuse.e2e.options import checked_device, checked_folder, refuse_ignored
 from voxfuse.e2e.peak_memory import MeasurementFailed, measure_peak_memory
 from voxfuse.e2e.protocol import load_protocol
 from voxfuse.e2e.rundir import RunDirectory, RunMismatch
@@ -37,6 +37,7 @@ BackendName = Literal["triton", "interpreter", "reference"]
 
 
 def gate(
+    context: typer.Context,
     stack: Annotated[str, typer.Option(help="Stack to judge.")] = "kokoro",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     protocol: Annotated[str, typer.Option(help="smoke, full, or the path of a protocol file.")] = "smoke",
@@ -57,21 +58,25 @@ def gate(
 
     Exit status: 0 pass, 1 fail, 2 usage or environment, 3 inconclusive or not judged (on a CPU at best).
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    backend = backend or ("triton" if device.startswith("cuda") else "reference")
-    directory = out or Path("runs") / f"gate-{stack}-{device.replace(':', '-')}"
     if generate_only and score_only:
         raise typer.BadParameter("--generate-only and --score-only exclude each other")
+    if score_only:  # the run directory says all else; where it is not named, stack and device name it
+        names_folder = {"stack", "device"} if out is None else set()
+        refuse_ignored(context, "--score-only", {"score_only", "out", "asr", "as_json"} | names_folder)
     if extend and not generate_only:
         raise typer.BadParameter("--extend goes with --generate-only; a whole gate extends by itself")
-    if device.startswith("cuda") and not torch.cuda.is_available() and not score_only:
-        raise typer.BadParameter("torch sees no GPU: use --device cpu", param_hint="--device")
-    with _errors(directory), _progress() as notify:
+    if device is None or not (
+        score_only and device.startswith("cuda")
+    ):  # a run spoken on a GPU may be scored without one
+        device = checked_device(device)
+    backend = backend or ("triton" if device.startswith("cuda") else "reference")
+    directory = checked_folder(out or Path("runs") / f"gate-{stack}-{device.replace(':', '-')}", "--out")
+    with _errors(directory), progress() as notify:
         if score_only:
             verdict: GateVerdict | None = score(RunDirectory.open(directory), WhisperTranscriber(asr), notify)
         else:
             transcriber = None if generate_only else WhisperTranscriber(asr)  # first: it may be missing
-            speak_into = _speaker(stack, device, protocol, sentences, directory, model_dir, backend, fusions, notify)
+            speak_into = speaker(stack, device, protocol, sentences, directory, model_dir, backend, fusions, notify)
             verdict = None
             if transcriber is None:
                 speak_into(extend)
@@ -89,7 +94,7 @@ def gate(
     raise typer.Exit(EXIT_STATUS[verdict.verdict])
 
 
-def _speaker(
+def speaker(
     stack_name: str,
     device: str,
     protocol: str,
@@ -156,15 +161,15 @@ def _errors(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Notify]:
+def progress() -> Iterator[Notify]:
     """Progress bars on stderr, one per phase."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as bars:
 
         def notify(phase: str, done: int, total: int) -> None:
             if phase not in tasks:
-                tasks[phase] = progress.add_task(phase, total=total)
-            progress.update(tasks[phase], completed=done, total=total)
+                tasks[phase] = bars.add_task(phase, total=total)
+            bars.update(tasks[phase], completed=done, total=total)
 
         yield notify

@@ -40,7 +40,7 @@ RowT = TypeVar("RowT", bound=Record)
 # What must agree for a run to be resumed.
 IDENTITY = (
     *("protocol_sha256", "stack", "stack_version", "weights", "device", "backend", "fusions", "texts_sha256"),
-    *("environment.torch", "environment.gpu"),
+    *("environment.torch", "environment.triton", "environment.commit", "environment.voxfuse", "environment.gpu"),
 )
 
 

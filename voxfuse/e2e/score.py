@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import NamedTuple
@@ -190,6 +191,7 @@ def compare_wer(
         seed=run.protocol.seed,
         exact_below=rules.exact_below,
         edits_per_change=rules.edits_per_change,
+        repetitions=max(Counter(item.id for item in utterances).values()),
     )
 
 

@@ -10,8 +10,10 @@ Where fewer than ``exact_below`` clusters differ, the bootstrap cannot see what 
 
 with CP the Clopper–Pearson limits of a share (exact, any n), w the mean words of a cluster in this text set, and m (m′)
 the edits by which a cluster that got worse (better) changes at most *on average*: the larger of ``edits_per_change``
-and of the largest such change seen. The upper limit grants no credit for clusters that got better; the lower limit
-counts one edit for each that got worse, so few changes seldom prove harm.
+and of the largest such change seen. A cluster of R repetitions has R times the words of one, and may change in each of
+them: its m is at least R · ``edits_per_change``, or an extension would shrink the bound without hearing anything new.
+The upper limit grants no credit for clusters that got better; the lower limit counts one edit for each that got worse,
+so few changes seldom prove harm.
 
 The one assumption is m. Without it nothing can be shown from 200 sentences (a change of every word in the 1.5 % of
 clusters that may lurk unseen would be 1.5 pp). It holds because both arms have passed the fidelity tier: the samples
@@ -68,8 +70,11 @@ def non_inferiority(
     seed: int = 0,
     exact_below: int = 10,
     edits_per_change: float = 1.5,
+    repetitions: int = 1,
 ) -> NonInferiority:
     """Judge Δ corpus WER against a margin declared before the run.
+
+    ``edits_per_change`` is of one repetition; a cluster sums over up to ``repetitions``.
 
     ``pass``: the upper limit is below the margin; ``fail``: the lower limit is above it; else ``inconclusive``.
     Raises ValueError where the clusters hold no words.
@@ -81,7 +86,7 @@ def non_inferiority(
     differing = int(np.count_nonzero(changes))
     method: Literal["bootstrap", "exact"] = "exact" if differing < exact_below else "bootstrap"
     if method == "exact":
-        low, high = exact_limits(changes, words, confidence, edits_per_change)
+        low, high = exact_limits(changes, words, confidence, edits_per_change * repetitions)
     else:
         low, high = bootstrap_limits(clusters, confidence, resamples, seed)
     outcome: Outcome = "pass" if high < margin else "fail" if low > margin else "inconclusive"
@@ -101,7 +106,7 @@ def bootstrap_limits(clusters: Sequence[Cluster], confidence: float, resamples: 
 
 
 def exact_limits(changes: np.ndarray, words: int, confidence: float, edits_per_change: float) -> tuple[float, float]:
-    """The exact companion's limits of Δ; the formula is in the module's docstring."""
+    """The exact companion's limits of Δ by the module's formula; ``edits_per_change`` is that of a whole cluster."""
     n, alpha = len(changes), 1 - confidence
     worse, better = int(np.sum(changes > 0)), int(np.sum(changes < 0))
     mean_words = words / n

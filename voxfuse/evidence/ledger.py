@@ -1,28 +1,11 @@
-"""The ledger: one JSON file per verdict, append-only, and what those verdicts allow ``apply_patches()`` to turn on.
+"""The ledger: one JSON file per verdict, append-only.
 
 Verdicts lie in ``voxfuse/evidence/records/<gpu>/<record>-<fusion or stack>-<case or protocol>-<date>.json``; the
 environment variable VOXFUSE_LEDGER adds one folder of the user's own, of the same form. Records are never rewritten:
 a newer measurement of the same thing is a further file, and the newest one counts.
 
-A fusion is *accepted* on a stack and a GPU (by compute capability) when both judges say so:
-
-micro
-    Over the newest micro verdict of every case of the fusion on that stack, per GPU model: none is ``wrong``, each was
-    compared with the arm ``eager`` (what the stack itself runs), none lost to it, and every *large* case won. A case
-    is large when it moves at least half the bytes of the largest case; small cases may be neutral.
-end to end
-    The newest decisive gate verdict per GPU model whose fusions include it is a pass. Decisive are a ``fail`` of the
-    protocol ``full``, and a ``pass`` of it with real weights, passed guards and kernels that ran (receipts of backend
-    ``triton``). It must be of the
-    same release series of the stack (equal but for the last version component: 0.9.4 speaks for 0.9.*; the patches'
-    source hashes guard the code itself). Where no real weights were to be had (``weights`` begins with ``random``) the
-    newest verdict that decided nothing but whose fidelity guards (names beginning with ``fidelity``) all passed counts
-    as ``fidelity-only``; a pass outranks it, a failure refuses it.
-
-A fusion of contract ``reduced`` needs a gate verdict of its own, with no other fusion on.
-
-A GPU on which nothing was measured for the fusion and stack, and the reference backend on a CPU, follow the GPUs where
-it is accepted, if its contract is ``bitwise`` or ``same-precision``.
+A micro record that claims more than its samples carry is refused, when written and when read (``voxfuse.recompute``).
+What the verdicts allow is in ``acceptance.py``.
 """
 
 from __future__ import annotations
@@ -31,27 +14,20 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple, TypeVar
-
-import msgspec
+from typing import NamedTuple
 
 from voxfuse import records
+from voxfuse.recompute import inconsistency
 from voxfuse.records import GateVerdict, MicroVerdict
 
 SHIPPED = Path(__file__).parent / "records"
 USER_FOLDER_VARIABLE = "VOXFUSE_LEDGER"
-OWN_BASELINE = "eager"
-NO_REAL_WEIGHTS = "random"
-DECISIVE_PROTOCOL = "full"
-FIDELITY_GUARDS = "fidelity"
-LARGE_SHARE = 0.5  # of the bytes that the largest case moves
 MAX_BYTES = 64 << 20  # a full gate verdict is below 1 MB
 
 Verdict = MicroVerdict | GateVerdict
-VerdictT = TypeVar("VerdictT", MicroVerdict, GateVerdict)
 
 
 class LedgerWarning(UserWarning):
@@ -65,57 +41,67 @@ class Entry(NamedTuple):
     verdict: Verdict
 
 
-class Acceptance(NamedTuple):
-    """Whether ``policy="proven"`` may turn a fusion on, and why. ``fidelity_only``: no real weights were judged."""
-
-    accepted: bool
-    reason: str
-    fidelity_only: bool = False
-
-
-class _Finding(NamedTuple):
-    """What one judge says: True or False, or None where it was not asked."""
-
-    passed: bool | None
-    reason: str
-    fidelity_only: bool = False
-
-
 def folders() -> tuple[Path, ...]:
     """The folders that make up the ledger: the shipped one and the user's, where VOXFUSE_LEDGER names one."""
     user = os.environ.get(USER_FOLDER_VARIABLE)
     return (SHIPPED, Path(user)) if user else (SHIPPED,)
 
 
+def files(where: Iterable[Path] | None = None) -> Iterator[Path]:
+    """The files of the ledger (or of the given folders). A folder that does not exist is named in a LedgerWarning."""
+    for folder in folders() if where is None else where:
+        if folder.is_dir():
+            yield from sorted(folder.rglob("*.json"))
+        elif folder != SHIPPED:
+            _warn(f"the ledger folder {folder} does not exist: make it, or unset {USER_FOLDER_VARIABLE}")
+
+
 def load(where: Iterable[Path] | None = None) -> list[Entry]:
     """Every verdict of the ledger (or of the given folders), oldest first.
 
-    A file that holds no readable verdict, or a folder that does not exist, is named in a LedgerWarning and skipped:
-    one bad file must not take the others away.
+    A file that holds no verdict, or one that claims what its samples do not carry, is named in a LedgerWarning and
+    skipped: one bad file must not take the others away.
     """
     entries = []
-    for folder in folders() if where is None else where:
-        if not folder.is_dir():
-            if folder != SHIPPED:
-                _warn(f"the ledger folder {folder} does not exist: make it, or unset {USER_FOLDER_VARIABLE}")
+    for path in files(where):
+        try:
+            status = path.stat()
+            verdict, fault = _read_checked(path, status.st_mtime_ns, status.st_size)
+        except (OSError, ValueError, RecursionError) as error:
+            _warn(f"skipped a record of the ledger: {error if str(path) in str(error) else f'{path}: {error}'}")
             continue
-        for path in sorted(folder.rglob("*.json")):
-            try:
-                status = path.stat()
-                entries.append(Entry(path, _read(path, status.st_mtime_ns, status.st_size)))
-            except (OSError, ValueError, RecursionError) as error:
-                _warn(f"skipped a record of the ledger: {error if str(path) in str(error) else f'{path}: {error}'}")
+        if fault is None:
+            entries.append(Entry(path, verdict))
+        else:
+            _warn(f"skipped a record of the ledger: {path}: it does not follow from its samples: {fault}")
     return sorted(entries, key=lambda entry: moment(entry.verdict))
+
+
+def read(path: Path) -> Verdict:
+    """The verdict in a file, whether or not it follows from its samples.
+
+    Raises ValueError, naming the file, where it holds none or is too large.
+    """
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"{path}: {size} bytes, more than the {MAX_BYTES} that a verdict may have")
+    record = records.read(path)
+    if not isinstance(record, (MicroVerdict, GateVerdict)):
+        raise ValueError(f"{path}: holds a {type(record).__name__}, not a verdict")
+    moment(record)
+    return record
 
 
 def append(verdict: Verdict, folder: Path) -> Path:
     """Write a verdict into a ledger folder and return its path.
 
     Raises FileExistsError where that verdict is already there (records are never overwritten), TypeError where the
-    record is not a verdict, and ValueError where ``measured_at`` is not an ISO 8601 time.
+    record is not a verdict, and ValueError where ``measured_at`` is not an ISO 8601 time or a micro verdict does not
+    follow from its samples.
     """
     if not isinstance(verdict, (MicroVerdict, GateVerdict)):
         raise TypeError(f"the ledger holds micro and gate verdicts, not {type(verdict).__name__}")
+    if isinstance(verdict, MicroVerdict) and (fault := inconsistency(verdict)) is not None:
+        raise ValueError(f"this verdict of {verdict.fusion} does not follow from its samples: {fault}")
     kind = str(verdict.__struct_config__.tag)
     date = moment(verdict).strftime("%Y%m%dT%H%M%S")
     name = "-".join((kind, _slug(subject(verdict)), _slug(case(verdict)), date)) + ".json"
@@ -124,128 +110,6 @@ def append(verdict: Verdict, folder: Path) -> Path:
         raise FileExistsError(f"{path} exists; records are never overwritten: measure again for a new one")
     records.write(verdict, path)
     return path
-
-
-def accepted(
-    fusion: records.Fusion,
-    stack: str,
-    stack_version: str,
-    compute_capability: str | None,
-    entries: list[Entry] | None = None,
-) -> Acceptance:
-    """Whether a fusion is accepted on a stack release and a compute capability ("9.0"; None on a CPU).
-
-    ``entries`` stands for ``load()``. The rule is in the module's docstring.
-    """
-    verdicts = [entry.verdict for entry in (load() if entries is None else entries)]
-    micros = [verdict for verdict in verdicts if isinstance(verdict, MicroVerdict)]
-    micros = [verdict for verdict in micros if verdict.fusion == fusion.name and verdict.case.stack == stack]
-    gates = [verdict for verdict in verdicts if isinstance(verdict, GateVerdict)]
-    gates = [verdict for verdict in gates if verdict.stack == stack and fusion.name in verdict.fusions]
-    if fusion.contract == "reduced":  # must pass by itself: in company, others could hide its harm
-        gates = [verdict for verdict in gates if verdict.fusions == (fusion.name,)]
-
-    capabilities = {verdict.environment.compute_capability for verdict in micros}
-    capabilities |= {verdict.environment.compute_capability for verdict in gates}
-    measured = sorted(name for name in capabilities if name is not None)
-    if compute_capability in measured:
-        return _accepted_on(fusion.name, stack, stack_version, compute_capability, micros, gates)
-
-    here = "a CPU" if compute_capability is None else f"compute capability {compute_capability}"
-    elsewhere = {name: _accepted_on(fusion.name, stack, stack_version, name, micros, gates) for name in measured}
-    proven = {name: acceptance for name, acceptance in elsewhere.items() if acceptance.accepted}
-    if not proven:
-        found = "; ".join(f"on {name}: {acceptance.reason}" for name, acceptance in elsewhere.items())
-        return Acceptance(False, f"no record of {fusion.name} on {stack} for {here}" + (f"; {found}" if found else ""))
-    if fusion.contract == "reduced":
-        return Acceptance(False, f"accepted on {', '.join(proven)}, but contract 'reduced' needs a record for {here}")
-    fidelity_only = all(acceptance.fidelity_only for acceptance in proven.values())
-    return Acceptance(
-        True, f"no record for {here}; accepted on {', '.join(proven)}, contract {fusion.contract}", fidelity_only
-    )
-
-
-def _accepted_on(
-    fusion: str,
-    stack: str,
-    stack_version: str,
-    compute_capability: str | None,
-    micros: list[MicroVerdict],
-    gates: list[GateVerdict],
-) -> Acceptance:
-    micro = _micro([verdict for verdict in micros if verdict.environment.compute_capability == compute_capability])
-    if not micro.passed:
-        return Acceptance(False, micro.reason)
-    gate = _gate(
-        [
-            verdict
-            for verdict in gates
-            if verdict.environment.compute_capability == compute_capability
-            and _series(verdict.stack_version) == _series(stack_version)
-        ]
-    )
-    if gate.passed is None:
-        return Acceptance(
-            False,
-            f"{micro.reason}, but no gate verdict with {fusion} on {stack} {_series(stack_version)}.*: "
-            f"voxfuse gate --stack {stack}",
-        )
-    return Acceptance(gate.passed, f"{micro.reason}; {gate.reason}", gate.fidelity_only)
-
-
-def _micro(verdicts: list[MicroVerdict]) -> _Finding:
-    newest = _newest(verdicts, key=lambda verdict: (verdict.environment.gpu, msgspec.json.encode(verdict.case)))
-    if not newest:
-        return _Finding(None, "no micro verdict")
-    largest = max(verdict.bytes_moved for verdict in newest)
-    wins = 0
-    for verdict in newest:
-        name = verdict.case.name
-        if verdict.wrong is not None:
-            return _Finding(False, f"micro verdict wrong on case {name}: {verdict.wrong}")
-        against = {ratio.baseline: ratio.verdict for ratio in verdict.ratios}.get(OWN_BASELINE)
-        if against is None:
-            return _Finding(False, f"micro verdict on case {name} has no comparison with {OWN_BASELINE!r}")
-        if against == "loss":
-            return _Finding(False, f"micro verdict lost to {OWN_BASELINE} on case {name}")
-        if against == "neutral" and verdict.bytes_moved >= LARGE_SHARE * largest:
-            return _Finding(False, f"micro verdict only neutral on the large case {name}")
-        wins += against == "win"
-    return _Finding(True, f"micro verdict wins on {wins} of {len(newest)} cases")
-
-
-def _gate(verdicts: list[GateVerdict]) -> _Finding:
-    decisive = [verdict for verdict in verdicts if verdict.verdict in ("pass", "fail") and _is_decisive(verdict)]
-    for verdict in (newest := _newest(decisive, key=lambda verdict: verdict.environment.gpu)):
-        if verdict.verdict == "fail":
-            reasons = "; ".join(verdict.reasons) or "no reason given"
-            return _Finding(False, f"gate failed ({verdict.protocol}, {verdict.measured_at}): {reasons}")
-    if newest:
-        return _Finding(True, f"gate passed ({newest[-1].protocol}, {newest[-1].measured_at})")
-    unweighted = [verdict for verdict in verdicts if verdict.weights.startswith(NO_REAL_WEIGHTS)]
-    for verdict in (newest := _newest(unweighted, key=lambda verdict: verdict.environment.gpu)):
-        fidelity = [guard for guard in verdict.guards if guard.name.startswith(FIDELITY_GUARDS)]
-        if not fidelity or any(guard.outcome != "pass" for guard in fidelity):
-            return _Finding(False, f"fidelity tier not passed ({verdict.protocol}, {verdict.measured_at})")
-    if newest:
-        return _Finding(True, "fidelity tier passed, no real weights", fidelity_only=True)
-    return _Finding(None, "no gate verdict")
-
-
-def _is_decisive(verdict: GateVerdict) -> bool:
-    """Whether a gate verdict decides: of the full protocol; a pass also needs passed guards, real weights and kernels
-    that ran."""
-    if verdict.protocol != DECISIVE_PROTOCOL:
-        return False
-    if verdict.verdict == "fail":
-        return True
-    sound = bool(verdict.guards) and all(guard.outcome == "pass" for guard in verdict.guards)
-    fused = any(receipt.backend == "triton" for receipt in verdict.receipts if receipt.status == "applied")
-    return sound and fused and not verdict.weights.startswith(NO_REAL_WEIGHTS)
-
-
-def _newest(verdicts: list[VerdictT], key: Callable[[VerdictT], Hashable]) -> list[VerdictT]:
-    return list({key(verdict): verdict for verdict in sorted(verdicts, key=moment)}.values())
 
 
 def subject(verdict: Verdict) -> str:
@@ -268,20 +132,10 @@ def moment(verdict: Verdict) -> datetime:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(path: Path, mtime_ns: int, size: int) -> Verdict:
-    if size > MAX_BYTES:
-        raise ValueError(f"{path}: {size} bytes, more than the {MAX_BYTES} that a verdict may have")
-    record = records.read(path)
-    if not isinstance(record, (MicroVerdict, GateVerdict)):
-        raise ValueError(f"{path}: holds a {type(record).__name__}, not a verdict")
-    moment(record)
-    return record
-
-
-def _series(version: str) -> str:
-    """A version without its last component and local part: 0.9 of 0.9.4+local."""
-    public = version.partition("+")[0]
-    return public.rpartition(".")[0] or public
+def _read_checked(path: Path, mtime_ns: int, size: int) -> tuple[Verdict, str | None]:
+    """A file's verdict, and what in it does not follow from its samples; read again when the file changes."""
+    verdict = read(path)
+    return verdict, inconsistency(verdict) if isinstance(verdict, MicroVerdict) else None
 
 
 def _slug(text: str) -> str:

@@ -7,6 +7,8 @@ Contract: same-precision. Statistics in fp32, one pass, merged without cancellat
 type. y has the type that eager promotion gives: that of x, style and alpha together.
 Envelope: fp32, fp16, bf16, any strides, at least two frames (upstream refuses one), inference only. Kernels specialise
 on whether the frames divide by 16 (wide loads and stores), so a configuration compiles twice at most as T varies.
+Launch options: ``tuned.json``. On an H200 the longest resident rows take 106 registers unless limited to 80: two
+programs a multiprocessor, and 1.7 times as long.
 Source: AdaIN1d and the Snake line of AdaINResBlock1 in kokoro/istftnet.py (StyleTTS 2, arXiv:2306.07691).
 """
 
@@ -20,17 +22,14 @@ import torch.nn.functional as F
 from voxfuse.kernels._launch import launch
 from voxfuse.kernels._math import merge_moments, sin_squared
 from voxfuse.kernels._op import fused_op
-from voxfuse.kernels._rounding import target
 from voxfuse.kernels._triton import tl, triton
+from voxfuse.kernels._tuned import options
 
+OPERATION = "adain_act"
 MAX_ROW_ELEMENTS = 2**31 - 2**16  # offsets within a row are int32, and the last block may reach past its end
 RESIDENT_FRAMES = 8192  # a row up to here stays in registers between its statistics and its output
 STREAM_FRAMES = 8192  # frames of a longer row that one program holds at a time
-STREAM_OPTIONS = (("num_warps", 32),)
-RESIDENT_WARPS = ((512, 1), (1024, 2), (2048, 4), (RESIDENT_FRAMES, 8))  # (frames up to, warps), measured on an H200
-# Register limit of the longest resident rows by compute capability: on an H200 they take 106 registers without it, two
-# programs a multiprocessor, and 1.7 times as long.
-RESIDENT_REGISTERS = {(9, 0): 80}
+STREAMING = "streaming"
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -230,18 +229,19 @@ def _fake(
 
 
 @functools.cache
-def _resident_options(frames: int, device: torch.device) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Block size, and warps with the register limit, of the resident kernel for a row length on a device."""
+def _resident_block(frames: int) -> tuple[int, str]:
+    """Block size and shape class of the resident kernel for a row length."""
     block = max(triton.next_power_of_2(frames), 128)
-    warps = ("num_warps", next(warps for limit, warps in RESIDENT_WARPS if block <= limit))
-    if block == RESIDENT_FRAMES and target() == "cuda":
-        registers = RESIDENT_REGISTERS.get(torch.cuda.get_device_capability(device))
-        return block, (warps,) if registers is None else (warps, ("maxnreg", registers))
-    return block, (warps,)
+    return block, f"resident {block}"
+
+
+def shape_class(frames: int) -> str:
+    """Under what the table of launch options keeps a row length."""
+    return _resident_block(frames)[1] if frames <= RESIDENT_FRAMES else STREAMING
 
 
 @fused_op(
-    "adain_act",
+    OPERATION,
     "(Tensor x, Tensor style, Tensor? weight, Tensor? bias, Tensor? alpha, Tensor? lengths, float eps, float slope)"
     " -> Tensor",
     reference=reference,
@@ -265,9 +265,9 @@ def adain_act(
     if y.numel() == 0:
         return y
     if frames <= RESIDENT_FRAMES:
-        kernel, (block, options) = _resident_kernel, _resident_options(frames, x.device)
+        kernel, (block, kind) = _resident_kernel, _resident_block(frames)
     else:
-        kernel, block, options = _streaming_kernel, STREAM_FRAMES, STREAM_OPTIONS
+        kernel, block, kind = _streaming_kernel, STREAM_FRAMES, STREAMING
     launch(
         kernel,
         rows * channels,
@@ -275,6 +275,6 @@ def adain_act(
         (channels, frames, *x.stride(), style.stride(0)),
         (eps, slope),
         (block,),
-        options,
+        options(OPERATION, kind, x.device),
     )
     return y

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from voxfuse.fusions.registry import fusion
 from voxfuse.kernels._op import FusedOp, Run
 from voxfuse.kernels.adain import adain_act
+from voxfuse.microbench import peers
 from voxfuse.microbench.ceilings import copy_bytes_per_s, rotation
 from voxfuse.microbench.judge import Contest, compulsory_bytes
-from voxfuse.microbench.timer import Call, Clock, Inputs
+from voxfuse.microbench.peers import Peer
+from voxfuse.microbench.timer import Clock, Inputs
 from voxfuse.records import Case, TensorSignature
 
 
@@ -22,12 +24,16 @@ from voxfuse.records import Case, TensorSignature
 class Operation:
     """A judged operation: its fused op, how its inputs are made (on the generator's device), and its peers.
 
-    A peer is a call, or the reason why there is none.
+    ``what`` names the operation where a library has none. ``flop`` counts the arithmetic of a call that could be bound
+    by it (None: memory bounds it at every shape), in ``precision``, one of ``ceilings.MATMULS``.
     """
 
     op: FusedOp
     inputs: Callable[[Case, torch.Generator], Inputs]
-    peers: Mapping[str, Call | str] = field(default_factory=dict)
+    what: str
+    peers: tuple[Peer, ...] = ()
+    flop: Callable[[Case], int] | None = None
+    precision: str = "fp32"
 
 
 def smooth(signature: TensorSignature, generator: torch.Generator) -> torch.Tensor:
@@ -70,10 +76,9 @@ def adain_inputs(case: Case, generator: torch.Generator) -> Inputs:
     )
 
 
-NO_PEER = {"peer": "no installable library has AdaIN with this activation"}
 OPERATIONS: dict[str, Operation] = {
-    "adain_snake": Operation(adain_act, adain_inputs, NO_PEER),
-    "adain_leaky_relu": Operation(adain_act, adain_inputs, NO_PEER),
+    "adain_snake": Operation(adain_act, adain_inputs, "AdaIN with Snake"),
+    "adain_leaky_relu": Operation(adain_act, adain_inputs, "AdaIN with LeakyReLU"),
 }
 
 
@@ -90,8 +95,8 @@ def contest(
 ) -> Contest:
     """The contest of a fusion at a case: rotating inputs drawn from ``seed``, and the arms eager, compile and peers.
 
-    ``ceilings`` are the machine's (``launch_floor_us``, ``peak_copy_bytes_per_s``); the copy bandwidth at the case's
-    footprint is measured here. Forgets what torch.compile has compiled so far: each case is compiled for its shape.
+    ``ceilings`` are the machine's, as ``machine_ceilings`` gives them; the copy bandwidth at the case's footprint is
+    measured here. Forgets what torch.compile has compiled so far: each case is compiled for its shape.
     Raises KeyError where nobody has said how the fusion is judged.
     """
     if fusion_name not in OPERATIONS:
@@ -102,6 +107,10 @@ def contest(
     footprint = compulsory_bytes(first, operation.op.reference(*first))
     sets = [first, *(operation.inputs(case, generator) for _ in range(rotation(footprint, device) - 1))]
     torch.compiler.reset()
+    flop = 0 if operation.flop is None else operation.flop(case)
+    bounds = {**ceilings, "copy_bytes_per_s": copy_bytes_per_s(clock, footprint, device)}
+    if flop:
+        bounds["flop_per_s"] = ceilings[f"peak_{operation.precision}_flop_per_s"]
     compiled = torch.compile(operation.op.reference, dynamic=False, fullgraph=True, backend=compile_backend)
     return Contest(
         fusion=fusion(fusion_name),
@@ -109,6 +118,7 @@ def contest(
         sets=sets,
         eager=operation.op.reference,
         voxfuse=partial(operation.op, run=run),
-        baselines={"compile": compiled, **operation.peers},
-        ceilings={**ceilings, "copy_bytes_per_s": copy_bytes_per_s(clock, footprint, device)},
+        baselines={"compile": compiled, **peers.arms(operation.peers, operation.what)},
+        ceilings=bounds,
+        flop=flop,
     )

@@ -1,4 +1,4 @@
-"""What the machine can do, measured in the run that judges: copy bandwidth at a footprint, and the launch floor."""
+"""What the machine can do, measured in the run that judges: copy bandwidth, matmul throughput, and the launch floor."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from voxfuse.microbench.timer import Clock, Inputs, sample_us
 L2_FACTOR = 3  # inputs rotate over more than this many times the L2
 HOST_SETS = 2  # on a CPU nothing is claimed about caches
 PEAK_FOOTPRINT_BYTES = 1 << 30
+PEAK_MATMUL = 8192  # rows and columns of the square matrices
+HOST_FOOTPRINT_BYTES, HOST_MATMUL = 1 << 20, 256  # a CPU's figures are carried, and nothing is claimed by them
+MATMULS = ("fp32", "tf32", "bf16")
 
 
 def rotation(footprint_bytes: int, device: torch.device) -> int:
@@ -39,6 +42,34 @@ def copy_bytes_per_s(clock: Clock, footprint_bytes: int, device: torch.device) -
         sample_us(clock, lambda source, target: torch.neg(source, out=target), buffers),
     )
     return 8 * elements / (fastest_us * 1e-6)
+
+
+def machine_ceilings(clock: Clock, device: torch.device) -> dict[str, float]:
+    """The ceilings that hold for every case of a run: ``launch_floor_us``, ``peak_copy_bytes_per_s`` and
+    ``peak_<precision>_flop_per_s`` of ``MATMULS``."""
+    footprint = PEAK_FOOTPRINT_BYTES if device.type == "cuda" else HOST_FOOTPRINT_BYTES
+    found = {
+        "launch_floor_us": launch_floor_us(clock, device),
+        "peak_copy_bytes_per_s": copy_bytes_per_s(clock, footprint, device),
+    }
+    size = PEAK_MATMUL if device.type == "cuda" else HOST_MATMUL
+    return found | {f"peak_{name}_flop_per_s": matmul_flop_per_s(clock, name, size, device) for name in MATMULS}
+
+
+def matmul_flop_per_s(clock: Clock, precision: str, size: int, device: torch.device) -> float:
+    """Operations/s (two per multiply-add) of torch's matmul of square matrices in one of ``MATMULS``.
+
+    ``tf32`` is fp32 with TF32 allowed; where the device has none it is fp32 once more.
+    """
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
+        microseconds = sample_us(clock, torch.mm, [(a, b)], repetitions=10)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    return 2 * size**3 / (microseconds * 1e-6)
 
 
 def launch_floor_us(clock: Clock, device: torch.device) -> float:

@@ -2,13 +2,11 @@
 
 Order: fidelity first (a wrong fusion gets no speed); A/A, two preparations of the same fused call; then all arms
 interleaved, with two controls in the same pairs: ``null``, the eager chain once more, judged as a fusion would be and
-expected neutral, and ``sleep``, the fused call with a known delay, expected to lose to the fused call. Where a control
-fails, no comparison is called a win or a loss.
+expected neutral, and ``sleep``, the fused call with a known delay, expected to lose to the fused call. What follows
+from the samples is in ``voxfuse/recompute.py``, where the ledger computes it again.
 
-A ratio is the median over pairs of baseline / voxfuse with a percentile bootstrap interval over pairs. Win: the lower
-end lies above 1 + bar; loss: the upper end lies below 1 / (1 + bar), so that swapping the arms swaps the verdict.
-The bar is max(3 %, twice the A/A half-width). The arm ``compile`` is replayed in a CUDA graph as every arm is, which
-is the better of plain torch.compile and torch.compile under a graph; its ``host_us`` says what plain calls cost.
+The arm ``compile`` is replayed in a CUDA graph as every arm is, which is the better of plain torch.compile and
+torch.compile under a graph; its ``host_us`` says what plain calls cost.
 """
 
 from __future__ import annotations
@@ -19,24 +17,17 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
 from voxfuse.microbench.ceilings import launches, peak_bytes
 from voxfuse.microbench.timer import Call, Clock, Inputs, Timed, host_us, paired_samples
-from voxfuse.records import Arm, Case, Comparison, Contract, Environment, Fusion, MicroVerdict, Ratio
+from voxfuse.recompute import AA_FIRST, AA_SECOND, CONTROLS, EAGER, MIN_BAR, NULL, SLEEP, VOXFUSE, recompute
+from voxfuse.records import Arm, Case, Contract, Environment, Fusion, MicroVerdict
 
-RESAMPLES = 10_000
-BOOTSTRAP_SEED = 20_240_601
-MIN_BAR = 0.03
 NO_MORE_THAN_EAGER = 1.25  # contract same-precision: error at most this times the eager chain's
 SLEEP_SHARE, SLEEP_FLOOR_US = 0.25, 5.0  # the delay of the sleep control
 CHECKED_SETS = 2
-
-EAGER, VOXFUSE = "eager", "voxfuse"
-AA_FIRST, AA_SECOND, NULL, SLEEP = "aa_first", "aa_second", "null", "sleep"
-CONTROLS = (AA_FIRST, AA_SECOND, NULL, SLEEP)
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,8 @@ class Contest:
     """What is judged. Calls take the inputs of one set and return one tensor.
 
     ``eager`` is the exact upstream chain, and on double inputs the oracle; ``baselines`` are further arms, or the
-    reason why one is absent. ``ceilings`` holds ``copy_bytes_per_s`` (at this footprint) and ``launch_floor_us``.
+    reason why one is absent. ``ceilings`` holds ``copy_bytes_per_s`` (at this footprint), ``launch_floor_us`` and,
+    where the call does ``flop`` operations that could bound it, ``flop_per_s`` of their precision.
     """
 
     fusion: Fusion
@@ -54,6 +46,7 @@ class Contest:
     voxfuse: Call
     baselines: Mapping[str, Call | str] = field(default_factory=dict)
     ceilings: Mapping[str, float] = field(default_factory=dict)
+    flop: int = 0
 
 
 def compulsory_bytes(inputs: Inputs, output: torch.Tensor) -> int:
@@ -131,67 +124,12 @@ def judge(contest: Contest, clock: Clock, environment: Environment, pairs: int =
             controls=controls,
             ceilings=dict(contest.ceilings),
             bytes_moved=moved,
+            flop=contest.flop,
             speed_of_light=None,
             wrong=wrong,
             measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
     )
-
-
-def recompute(verdict: MicroVerdict) -> MicroVerdict:
-    """The same verdict with everything derived computed anew from its samples; equal to it where it is honest."""
-    us = {arm.name: np.asarray(arm.gpu_us) for arm in verdict.arms if arm.gpu_us}
-    if verdict.wrong is not None or VOXFUSE not in us:
-        silent = tuple(msgspec.structs.replace(arm, gpu_us=(), host_us=None) for arm in verdict.arms)
-        silent = tuple(arm for arm in silent if arm.name not in CONTROLS)
-        return msgspec.structs.replace(
-            verdict, arms=silent, ratios=(), aa_half_width=0.0, win_bar=MIN_BAR, controls={}, speed_of_light=None
-        )
-    _, aa_low, aa_high = ratio_interval(us[AA_FIRST], us[AA_SECOND])
-    half_width = max(aa_high - 1, 1 - aa_low)  # of the smallest interval around 1 that holds the A/A interval
-    bar = max(MIN_BAR, 2 * half_width)
-    null, sleep = ratio_interval(us[EAGER], us[NULL]), ratio_interval(us[VOXFUSE], us[SLEEP])
-    sound = compare(*null[1:], bar) == "neutral" and compare(*sleep[1:], bar) == "loss"
-    ratios = []
-    for name in us:
-        if name != VOXFUSE and name not in CONTROLS:
-            median, low, high = ratio_interval(us[name], us[VOXFUSE])
-            outcome = compare(low, high, bar) if sound else "neutral"
-            ratios.append(Ratio(baseline=name, median=median, low=low, high=high, verdict=outcome))
-    controls = {
-        "null_ratio": null[0],
-        "null_low": null[1],
-        "null_high": null[2],
-        "sleep_added_us": verdict.controls["sleep_added_us"],
-        "sleep_found_us": float(np.median(us[SLEEP] - us[VOXFUSE])),
-        "sleep_high": sleep[2],
-        "sound": float(sound),
-    }
-    floor_us = verdict.bytes_moved / verdict.ceilings["copy_bytes_per_s"] * 1e6
-    floor_us = max(floor_us, verdict.ceilings["launch_floor_us"])
-    return msgspec.structs.replace(
-        verdict,
-        ratios=tuple(ratios),
-        aa_half_width=half_width,
-        win_bar=bar,
-        controls=controls,
-        speed_of_light=floor_us / float(np.median(us[VOXFUSE])),
-    )
-
-
-def ratio_interval(baseline: np.ndarray, contender: np.ndarray) -> tuple[float, float, float]:
-    """Median of the paired ratios baseline / contender, and its 95 % percentile bootstrap interval over pairs."""
-    ratios = baseline / contender
-    picks = np.random.default_rng(BOOTSTRAP_SEED).integers(0, len(ratios), (RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(ratios[picks], axis=1), (2.5, 97.5))
-    return float(np.median(ratios)), float(low), float(high)
-
-
-def compare(low: float, high: float, bar: float) -> Comparison:
-    """``win`` above 1 + bar, ``loss`` below 1 / (1 + bar), ``neutral`` where the interval reaches into between."""
-    if low > 1 + bar:
-        return "win"
-    return "loss" if high < 1 / (1 + bar) else "neutral"
 
 
 @contextmanager

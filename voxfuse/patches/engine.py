@@ -100,8 +100,8 @@ def _warn_unproven(steps: Sequence[Step]) -> None:
         settled = any(step.entry.why in (Why.APPLIED, Why.FAILED) for step in own)
         if any(step.unproven for step in own) and not settled:
             warnings.warn(
-                f"nothing is patched: no fusion of {stack} is proven here; scripts/gpu_suite.py and "
-                f"`voxfuse gate --stack {stack} --device cuda --protocol full` judge them on this GPU",
+                f"nothing is patched: no fusion of {stack} is proven here; `voxfuse judge --stack {stack}` judges them "
+                "on this GPU, and `voxfuse ledger why FUSION` says what is missing",
                 PatchWarning,
                 stacklevel=3,
             )

@@ -52,7 +52,7 @@ class Selection(NamedTuple):
             return Choice(wanted, None if wanted else f"policy 'bitwise': its contract is {fusion.contract}")
         if self.policy == "all":
             return Choice(True)
-        from voxfuse.evidence.ledger import accepted  # late: other policies must not need a readable ledger
+        from voxfuse.evidence.acceptance import accepted  # late: other policies must not need a readable ledger
 
         acceptance = accepted(fusion, stack, stack_version, compute_capability())
         if not acceptance.accepted:

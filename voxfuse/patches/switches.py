@@ -28,16 +28,22 @@ class Switches(NamedTuple):
 
 
 def read(environment: Mapping[str, str] | None = None) -> Switches:
-    """Read the switches. Raises ValueError, naming the variable, where one has a value that it cannot have."""
+    """Read the switches. Raises ValueError, naming the variable, where one has a value that it cannot have.
+
+    VOXFUSE=0 wins over all others: nothing else is read but where receipts go, so no other variable can be wrong.
+    """
     environment = os.environ if environment is None else environment
+    receipts = environment.get("VOXFUSE_RECEIPTS") or None
+    if _flag(environment, "VOXFUSE") is False:
+        folder = None if receipts is None else Path(receipts)
+        return Switches(True, frozenset(), frozenset(), strict=False, backend=None, receipts=folder, capture="warmup")
     plus, minus = _fusions(environment.get("VOXFUSE_FUSIONS", ""))
     named = environment.get("VOXFUSE_BACKEND") or None
-    receipts = environment.get("VOXFUSE_RECEIPTS") or None
     capture = environment.get("VOXFUSE_CAPTURE") or "warmup"
     if capture not in get_args(CapturePolicy):
         raise ValueError(f"VOXFUSE_CAPTURE: expected one of {', '.join(get_args(CapturePolicy))}, got {capture!r}")
     return Switches(
-        off=_flag(environment, "VOXFUSE") is False,
+        off=False,
         plus=plus,
         minus=minus,
         strict=_flag(environment, "VOXFUSE_STRICT") is True,

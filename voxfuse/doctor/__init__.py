@@ -1,8 +1,9 @@
 """``voxfuse doctor``: what this machine can run, which fusions are on, and why not the others.
 
-A *problem* is what needs repair: a version below the floor, a VOXFUSE variable that cannot be obeyed, or, on a machine
-that has a GPU, anything that keeps the ``triton`` backend from running. A machine without a GPU is no problem: there
-the reference backend runs, so a missing Triton or C compiler is only noted.
+A *problem* is what needs repair: a version below the floor, a VOXFUSE variable that cannot be obeyed, a full disk, or,
+on a machine that has a GPU, anything that keeps the ``triton`` backend from running or lets another user plant kernels.
+A machine without a GPU is no problem: there the reference backend runs, so a missing Triton or C compiler is only
+noted.
 """
 
 from __future__ import annotations
@@ -12,21 +13,23 @@ import os
 import platform
 import re
 import warnings
-from pathlib import Path
-from typing import Literal
 
 import torch
 
 import voxfuse
 from voxfuse._version import VERSION
-from voxfuse.e2e.weights.cache import cache_folder
+from voxfuse.doctor.findings import Finding, State
+from voxfuse.doctor.folders import caches, disk, pth_file
 from voxfuse.evidence import ledger
+from voxfuse.evidence.stale import stale
 from voxfuse.kernels._op import backend_unavailable
 from voxfuse.kernels._triton import TRITON_VERSION
 from voxfuse.patches import PatchError, registry, switches
 from voxfuse.patches.guards import installed_version
+from voxfuse.patches.policy import compute_capability
+from voxfuse.profiles.environment import capture_environment
 from voxfuse.profiles.nvml import driver_version
-from voxfuse.records import Receipt, Record
+from voxfuse.records import MicroVerdict, Receipt, Record
 
 FLOORS = {"Python": (3, 10), "torch": (2, 9), "Triton": (3, 5)}
 VARIABLES = (
@@ -40,18 +43,19 @@ VARIABLES = (
     "VOXFUSE_STRICT",
 )
 
+# Distributions of known stacks that may have no patches yet; general libraries say nothing about what is spoken with.
+UNPATCHED = {
+    "chatterbox": "chatterbox-tts",
+    "qwen_tts": "qwen-tts",
+    "mimi": "moshi",
+    "dac": "descript-audio-codec",
+    "bigvgan": "bigvgan",
+    "vocos": "vocos",
+    "sglang_omni": "sglang-omni",
+    "vllm_omni": "vllm-omni",
+}
+
 WOULD_APPLY = "dry run: would apply"  # how the patch engine's dry run begins its reason
-
-State = Literal["ok", "note", "problem"]
-
-
-class Finding(Record, frozen=True, kw_only=True):
-    """One thing looked at; ``advice`` says what to do where ``state`` is not ``ok``."""
-
-    subject: str
-    value: str
-    state: State = "ok"
-    advice: str = ""
 
 
 class Diagnosis(Record, frozen=True, kw_only=True):
@@ -69,11 +73,12 @@ class Diagnosis(Record, frozen=True, kw_only=True):
 def examine() -> Diagnosis:
     """Look at this machine and process. Nothing is patched, compiled or downloaded."""
     findings = [_floor("Python", platform.python_version()), _floor("torch", str(torch.__version__))]
-    findings += [*_gpu(), *_triton(), *_variables(), *_caches(), *_stacks()]
+    findings += [*_gpu(), *_triton(), *_variables(), *caches(), disk(), pth_file(), *_stacks()]
     receipts: tuple[Receipt, ...] = ()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        findings.append(Finding(subject="ledger", value=f"{len(ledger.load())} verdicts"))
+        entries = ledger.load()
+        findings += [Finding(subject="ledger", value=f"{len(entries)} verdicts"), *_stale(entries)]
         if not any(finding.subject == VARIABLES[0] and finding.state == "problem" for finding in findings):
             try:
                 receipts = tuple(voxfuse.apply_patches(dry_run=True).receipts)
@@ -192,27 +197,27 @@ def _variables() -> list[Finding]:
     return found
 
 
-def _caches() -> list[Finding]:
-    """Where Triton keeps compiled kernels and voxfuse converted weights, and whether they can be written."""
-    return [_cache("Triton cache", _triton_cache()), _cache("voxfuse cache", cache_folder())]
+def _stale(entries: list[ledger.Entry]) -> list[Finding]:
+    """Whether this GPU's verdicts were measured with other libraries or kernels. They still decide what is on."""
+    capability = compute_capability()
+    if capability is None:
+        return []
+    found = stale(entries, capture_environment(), capability)
+    if not found:
+        return [Finding(subject="stale verdicts", value="none on this GPU")]
+    stacks = sorted({_stack_of(item.entry.verdict) for item in found})
+    changes = list(dict.fromkeys(change for item in found for change in item.changes))
+    advice = f"re-judge: {', '.join(f'voxfuse judge --stack {name}' for name in stacks)} ({'; '.join(changes)})"
+    return [Finding(subject="stale verdicts", value=f"{len(found)} on this GPU", state="note", advice=advice)]
 
 
-def _triton_cache() -> Path:
-    home = os.environ.get("TRITON_HOME")
-    chosen = os.environ.get("TRITON_CACHE_DIR")
-    return Path(chosen) if chosen else Path(home or Path.home()) / ".triton" / "cache"
-
-
-def _cache(subject: str, folder: Path) -> Finding:
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
-        return Finding(subject=subject, value=str(folder))
-    advice = "cannot be written: what it would keep is made anew in every process"
-    return Finding(subject=subject, value=str(folder), state="note", advice=advice)
+def _stack_of(verdict: ledger.Verdict) -> str:
+    return verdict.case.stack if isinstance(verdict, MicroVerdict) else verdict.stack
 
 
 def _stacks() -> list[Finding]:
-    """Every stack that has patches: its installed release, and whether it is a tested one."""
+    """Every stack that has patches: its installed release, and whether it is a tested one; and every other known one
+    that is installed."""
     found = []
     for name, declare in registry.STACKS.items():
         stack = declare()
@@ -225,4 +230,10 @@ def _stacks() -> list[Finding]:
         else:
             value = f"{stack.distribution} {version}, untested"
             found.append(Finding(subject=f"stack {name}", value=value, state="note", advice=tested))
+    for name, distribution in UNPATCHED.items():
+        if name not in registry.STACKS and (version := installed_version(distribution)) is not None:
+            advice = "no patches for it in this version of voxfuse"
+            found.append(
+                Finding(subject=f"stack {name}", value=f"{distribution} {version}", state="note", advice=advice)
+            )
     return found

@@ -1,0 +1,256 @@
+"""``voxfuse judge``: profile a stack, bench the fusions that match, gate those that win, write the ledger."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from voxfuse.commands import bench as bench_command
+from voxfuse.commands.hotspots import matched_fusions
+from voxfuse.commands.judge_state import Content, State, StateMismatch
+from voxfuse.e2e import command as gate_command
+from voxfuse.e2e.asr import EMBEDDED
+from voxfuse.e2e.gate import run_gate
+from voxfuse.e2e.generate import Notify
+from voxfuse.e2e.options import checked_device, checked_folder
+from voxfuse.e2e.protocol import load_protocol
+from voxfuse.evidence import acceptance, ledger
+from voxfuse.fusions.registry import FUSIONS
+from voxfuse.microbench import bench as micro
+from voxfuse.patches import registry
+from voxfuse.patches.guards import installed_version
+from voxfuse.patches.policy import compute_capability
+from voxfuse.profiles.environment import capture_environment
+from voxfuse.records import GateVerdict, MicroVerdict
+
+PASS, FAIL, ENVIRONMENT, INCONCLUSIVE = 0, 1, 2, 3
+
+
+class OutOfTime(RuntimeError):
+    """The budget is spent; what was measured is kept."""
+
+
+class Settled(NamedTuple):
+    """One fusion at the end: whether ``apply_patches()`` turns it on from now on, and why."""
+
+    fusion: str
+    accepted: bool
+    reason: str
+
+
+class Outcome(NamedTuple):
+    """What a run came to. ``unfinished`` says what the budget did not reach."""
+
+    note: str
+    judged: tuple[micro.Judged, ...]
+    gates: tuple[GateVerdict, ...]
+    settled: tuple[Settled, ...]
+    unfinished: tuple[str, ...]
+
+
+def judge(
+    stack: Annotated[str, typer.Option(help="Stack whose fusions are judged.")],
+    budget: Annotated[float, typer.Option(min=0, help="Minutes; repeat the command to go on.")] = 60.0,
+    state: Annotated[Path | None, typer.Option(help="Folder that keeps what was measured.")] = None,
+    ledger_folder: Annotated[
+        Path | None, typer.Option("--ledger", help="Where verdicts go; default: VOXFUSE_LEDGER, else the state folder.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu (a dry run) or cuda; default: cuda if there is one.")] = None,
+    protocol: Annotated[str, typer.Option(help="The gate's: full decides, smoke does not.")] = "full",
+    sentences: Annotated[int | None, typer.Option(min=1, help="Speak so many texts instead of the protocol's.")] = None,
+    pairs: Annotated[int, typer.Option(min=30, help="Pairs per micro case.")] = 50,
+    model_dir: Annotated[Path | None, typer.Option(help="Folder with the stack's own weights.")] = None,
+    asr: Annotated[str, typer.Option(help="ASR, as for voxfuse gate.")] = EMBEDDED,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Settle what should be on for a stack on this GPU: profile, bench, gate, and write the verdicts to the ledger.
+
+    Exit status: 0 settled and at least one fusion is on, 1 settled with none on, or one is wrong or fails the gate,
+    2 usage or environment, 3 not settled yet (out of time, inconclusive, or a CPU).
+    """
+    deadline = time.monotonic() + 60 * budget
+    where = checked_device(device)
+    known = tuple(sorted(name for name, fusion in FUSIONS.items() if stack in fusion.stacks))
+    if not known:
+        stacks = sorted({name for fusion in FUSIONS.values() for name in fusion.stacks})
+        raise typer.BadParameter(
+            f"no fusions for {stack!r}; stacks with fusions: {', '.join(stacks)}", param_hint="--stack"
+        )
+    folder = checked_folder(state or Path("runs") / f"judge-{stack}-{where.replace(':', '-')}", "--state")
+    book = checked_folder(
+        ledger_folder or Path(os.environ.get(ledger.USER_FOLDER_VARIABLE) or folder / "ledger"), "--ledger"
+    )
+
+    def left() -> float:
+        return deadline - time.monotonic()
+
+    try:
+        plan = micro.bench_for(torch.device(where), pairs, left)
+        content = Content(
+            stack=stack,
+            stack_version=_release(stack),
+            device=where,
+            backend=plan.backend,
+            protocol_sha256=load_protocol(protocol, sentences).sha256,
+            pairs=pairs,
+            environment=capture_environment(micro.PACKAGES),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        opened = State.open(folder, content)
+
+        def speak(names: tuple[str, ...], notify: Notify) -> GateVerdict:
+            transcriber = gate_command.WhisperTranscriber(asr)  # first: it may be missing
+            into, fusions = opened.gate_folder(names), ",".join(names)
+            speak_into = gate_command.speaker(
+                stack, where, protocol, sentences, into, model_dir, plan.backend, fusions, notify
+            )
+            return run_gate(speak_into, transcriber, notify)
+
+        outcome = run(opened, known, plan, book, speak)
+    except (StateMismatch, *gate_command.MENDABLE) as error:
+        print(f"voxfuse judge: {error}", file=sys.stderr)
+        raise typer.Exit(ENVIRONMENT) from error
+    except KeyboardInterrupt:
+        print(f"voxfuse judge: interrupted; {folder} keeps what was measured: repeat the command", file=sys.stderr)
+        raise typer.Exit(ENVIRONMENT) from None
+    _report(outcome, book, folder, as_json)
+    raise typer.Exit(status(outcome, plan.dry))
+
+
+Speak = Callable[[tuple[str, ...], Notify], GateVerdict]
+
+
+def run(state: State, known: tuple[str, ...], plan: micro.Bench, book: Path, speak: Speak) -> Outcome:
+    """All steps that are not done yet, as far as the time reaches; verdicts go into ``book`` as they come."""
+    stack = state.content.stack
+    unfinished: list[str] = []
+    fusions, note = state.content.matched, state.content.note
+    if fusions is None:
+        found = matched_fusions(stack, state.content.device, state.folder / "profile", known, plan.left() / 4)
+        fusions, note = found.fusions, found.note
+        if not found.again:
+            state.matched(fusions, note)
+    print(f"voxfuse judge: {note}", file=sys.stderr)
+    judged: tuple[micro.Judged, ...] = ()
+    if fusions:
+        judged = tuple(bench_command.judge_into(state.folder / "records", micro.choose(fusions, stack), plan))
+    unfinished += [f"bench of {item.case.fusion}, {item.case.case.name}" for item in judged if item.verdict is None]
+    for item in judged:
+        if item.verdict is not None:
+            _keep(item.verdict, book)
+    gates: list[GateVerdict] = []
+    for group in gate_groups(worth_gating(fusions, judged, plan.dry)) if not unfinished else ():
+        verdict = state.verdict_of(group)
+        if verdict is None:
+            try:
+                with gate_command.progress() as notify:
+                    verdict = speak(group, _within(plan.left, notify))
+            except OutOfTime:
+                unfinished.append(f"gate of {', '.join(group)}")
+                continue
+            state.gated(group, verdict)
+        _keep(verdict, book)
+        gates.append(verdict)
+    entries = ledger.load(path for path in dict.fromkeys((*ledger.folders(), book)) if path.is_dir())
+    settled = []
+    for name in fusions:
+        found_by_rule = acceptance.accepted(
+            FUSIONS[name], stack, state.content.stack_version, compute_capability(), entries
+        )
+        settled.append(Settled(name, found_by_rule.accepted, found_by_rule.reason))
+    return Outcome(note, judged, tuple(gates), tuple(settled), tuple(unfinished))
+
+
+def worth_gating(fusions: Sequence[str], judged: Sequence[micro.Judged], dry: bool) -> tuple[str, ...]:
+    """The fusions that the micro judge lets through: by the ledger's rule, and on a CPU all that are not wrong."""
+    passed = []
+    for name in fusions:
+        verdicts = [item.verdict for item in judged if item.case.fusion == name and item.verdict is not None]
+        wrong = any(verdict.wrong is not None for verdict in verdicts)
+        if not wrong and (dry or acceptance.micro_finding(verdicts).passed):
+            passed.append(name)
+    return tuple(passed)
+
+
+def gate_groups(fusions: Sequence[str]) -> list[tuple[str, ...]]:
+    """The sets to gate: all that keep the precision class together, each of contract ``reduced`` by itself."""
+    together = tuple(sorted(name for name in fusions if FUSIONS[name].contract != "reduced"))
+    alone = [(name,) for name in sorted(fusions) if FUSIONS[name].contract == "reduced"]
+    return ([together] if together else []) + alone
+
+
+def status(outcome: Outcome, dry: bool) -> int:
+    """The exit status; what fails fails whatever else is missing."""
+    if any(item.outcome == "wrong" for item in outcome.judged) or any(gate.verdict == "fail" for gate in outcome.gates):
+        return FAIL
+    unsettled = outcome.unfinished or not outcome.settled or any(item.outcome == "unsound" for item in outcome.judged)
+    if dry or unsettled or any(gate.verdict != "pass" for gate in outcome.gates):
+        return INCONCLUSIVE
+    return PASS if any(item.accepted for item in outcome.settled) else FAIL
+
+
+def _within(left: Callable[[], float], notify: Notify) -> Notify:
+    """The same progress, which ends the gate between two outputs once the time is spent."""
+
+    def checked(phase: str, done: int, total: int) -> None:
+        notify(phase, done, total)
+        if left() < 0 and done < total:
+            raise OutOfTime
+
+    return checked
+
+
+def _keep(verdict: MicroVerdict | GateVerdict, book: Path) -> None:
+    with contextlib.suppress(FileExistsError):  # a resumed run wrote it before
+        ledger.append(verdict, book)
+
+
+def _release(stack: str) -> str:
+    patches = registry.patches_of(stack)
+    return (None if patches is None else installed_version(patches.distribution)) or "not installed"
+
+
+def _report(outcome: Outcome, book: Path, folder: Path, as_json: bool) -> None:
+    if as_json:
+        rows = [{"fusion": j.case.fusion, "case": j.case.case.name, "outcome": j.outcome} for j in outcome.judged]
+        gates = [{"fusions": g.fusions, "verdict": g.verdict, "reasons": g.reasons} for g in outcome.gates]
+        settled = [item._asdict() for item in outcome.settled]
+        report = {"note": outcome.note, "micro": rows, "gates": gates, "settled": settled}
+        print(json.dumps({**report, "unfinished": outcome.unfinished, "ledger": str(book)}, indent=1))
+        return
+    console = Console()
+    console = console if console.is_terminal else Console(width=bench_command.TABLE_COLUMNS)
+    if outcome.judged:
+        console.print(bench_command.verdict_table(outcome.judged))
+    for gate in outcome.gates:
+        reasons = "; ".join(gate.reasons)
+        console.print(f"gate of {', '.join(gate.fusions)}: {gate.verdict}  {reasons}", markup=False, highlight=False)
+    table = Table("fusion", "apply_patches()", "why", title="Settled", title_justify="left")
+    for item in outcome.settled:
+        table.add_row(item.fusion, "[green]on" if item.accepted else "[red]off", escape(item.reason))
+    console.print(table)
+    for line in _next_steps(outcome, book, folder):
+        print(line)
+
+
+def _next_steps(outcome: Outcome, book: Path, folder: Path) -> Iterator[str]:
+    if outcome.unfinished:
+        more = f" and {len(outcome.unfinished) - 1} more" if len(outcome.unfinished) > 1 else ""
+        yield f"out of time before: {outcome.unfinished[0]}{more}; {folder} keeps the rest: repeat the command"
+    yield f"verdicts: {book}"
+    if book not in ledger.folders():
+        yield f"for them to count: export {ledger.USER_FOLDER_VARIABLE}={book.absolute()}"
