@@ -21,13 +21,14 @@ from voxfuse.kernels._op import Run
 from voxfuse.kernels._tuned import options
 from voxfuse.kernels.adain import OPERATION, adain_act, shape_class
 from voxfuse.microbench import bench, peers, plots, tune
+from voxfuse.microbench.arms import OPERATIONS
 from voxfuse.microbench.ceilings import MATMULS, machine_ceilings, matmul_flop_per_s
 from voxfuse.microbench.peers import Peer
 from voxfuse.microbench.timer import HostClock
 from voxfuse.records import MicroVerdict
 
 CPU = torch.device("cpu")
-KNOWN = {"adain_leaky_relu", "adain_snake"}
+KNOWN = set(OPERATIONS)
 
 
 def run(*arguments: object) -> Any:
@@ -52,14 +53,14 @@ def test_a_dry_run_keeps_records_and_claims_nothing(tmp_path: Path, monkeypatch:
     result = run("--device", "cpu", "--pairs", 30, "--out", tmp_path, "--json")
     assert result.exit_code == 3, result.output
     rows = json.loads(result.stdout)
-    assert {row["fusion"] for row in rows} == KNOWN and "[2/2] adain_snake" in result.stderr
+    assert {row["fusion"] for row in rows} == KNOWN and f"[{len(KNOWN)}/{len(KNOWN)}]" in result.stderr
     for row in rows:
         made = msgspec.convert(row["verdict"], MicroVerdict)
         assert {"launch_floor_us", "peak_copy_bytes_per_s", "copy_bytes_per_s"} < made.ceilings.keys()
         assert {f"peak_{name}_flop_per_s" for name in MATMULS} < made.ceilings.keys()
         assert {arm.name for arm in made.arms if arm.absent} == set(peers.LIBRARIES)
     written = [entry.verdict for entry in ledger.load([tmp_path])]
-    assert len(written) == 2
+    assert len(written) == len(KNOWN)
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("judged again")

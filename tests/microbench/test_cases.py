@@ -49,6 +49,7 @@ def test_kokoro_cases_are_what_the_real_decoder_calls():
     with torch.no_grad():
         decoder(*decoder_inputs(rows=1, seconds=1.0, device=CPU))
     one_second = [case for case in load_cases("kokoro") if case.case.name.endswith("1 row, 1 s")]
+    one_second = [case for case in one_second if case.fusion in ("adain_snake", "adain_leaky_relu")]
     assert len(one_second) == 4
     for case in one_second:
         assert seen[case.case.tensors["x"].shape[1:]] == case.calls
@@ -60,13 +61,16 @@ def test_a_contest_has_the_declared_signatures_and_agreeing_arms(fusion_name):
     run = Run("reference", "test")
     made = contest(fusion_name, case, CPU, HostClock(), run, {"launch_floor_us": 1.0}, compile_backend="eager")
     assert len(made.sets) == 2
-    x, style = made.sets[0][:2]
-    for tensor, name in ((x, "x"), (style, "style")):
-        assert (tuple(tensor.shape), tensor.stride()) == (case.tensors[name].shape, case.tensors[name].strides)
-    assert not torch.equal(x, made.sets[1][0])
-    oracle = made.eager(*(v.double() if isinstance(v, torch.Tensor) else v for v in made.sets[0]))
-    assert error_fp64(made.voxfuse(*made.sets[0]), oracle) < 1e-6
-    assert error_fp64(made.baselines["compile"](*made.sets[0]), oracle) < 1e-6
+    x = made.sets[0][0]
+    if fusion_name == "istft_polar":  # its x holds two inputs
+        x = torch.cat(made.sets[0][:2], dim=1)
+    assert tuple(x.shape) == case.tensors["x"].shape
+    if "style" in case.tensors:
+        assert tuple(made.sets[0][1].shape) == case.tensors["style"].shape
+    assert not torch.equal(made.sets[0][0], made.sets[1][0])
+    oracle = made.seen(made.eager(*(v.double() if isinstance(v, torch.Tensor) else v for v in made.sets[0])))
+    assert error_fp64(made.seen(made.voxfuse(*made.sets[0])), oracle) < 1e-5
+    assert error_fp64(made.seen(made.baselines["compile"](*made.sets[0])), oracle) < 1e-5
     assert made.baselines.keys() == {"compile", *LIBRARIES}
     assert all(isinstance(made.baselines[name], str) for name in LIBRARIES)
     assert made.ceilings.keys() == {"launch_floor_us", "copy_bytes_per_s"}

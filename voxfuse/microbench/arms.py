@@ -3,61 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 
 from voxfuse.fusions.registry import fusion
-from voxfuse.kernels._op import FusedOp, Run
+from voxfuse.kernels._op import Run
 from voxfuse.kernels.adain import adain_act
-from voxfuse.microbench import peers
+from voxfuse.microbench import peers, vocoder_arms
 from voxfuse.microbench.ceilings import copy_bytes_per_s, rotation
 from voxfuse.microbench.judge import Contest, compulsory_bytes
-from voxfuse.microbench.peers import Peer
+from voxfuse.microbench.operation import Judged, Operation, around, smooth
 from voxfuse.microbench.timer import Clock, Inputs
-from voxfuse.records import Case, TensorSignature
-
-
-@dataclass(frozen=True)
-class Operation:
-    """A judged operation: its fused op, how its inputs are made (on the generator's device), and its peers.
-
-    ``what`` names the operation where a library has none. ``flop`` counts the arithmetic of a call that could be bound
-    by it (None: memory bounds it at every shape), in ``precision``, one of ``ceilings.MATMULS``.
-    """
-
-    op: FusedOp
-    inputs: Callable[[Case, torch.Generator], Inputs]
-    what: str
-    peers: tuple[Peer, ...] = ()
-    flop: Callable[[Case], int] | None = None
-    precision: str = "fp32"
-
-
-def smooth(signature: TensorSignature, generator: torch.Generator) -> torch.Tensor:
-    """What a convolution leaves: noise low-passed over the last axis, each channel at its own level and scale.
-
-    Channels are the second to last axis. Strides are the signature's.
-    """
-    device = generator.device
-    shape = signature.shape
-    noise = torch.randn(*shape[:-1], shape[-1] + 8, generator=generator, device=device)
-    low = F.avg_pool1d(noise.flatten(0, -3), kernel_size=9, stride=1).view(shape)
-    fine = torch.randn(shape, generator=generator, device=device)
-    per_channel = (*([1] * (len(shape) - 2)), shape[-2], 1)
-    scale = torch.exp(0.5 * torch.randn(per_channel, generator=generator, device=device))
-    level = torch.randn(per_channel, generator=generator, device=device)
-    values = (3 * low + 0.3 * fine) * scale + level
-    strided = torch.empty_strided(shape, signature.strides, dtype=getattr(torch, signature.dtype), device=device)
-    return strided.copy_(values)
-
-
-def around(center: float, spread: float, signature: TensorSignature, generator: torch.Generator) -> torch.Tensor:
-    """Parameters: normal with that mean and standard deviation, contiguous."""
-    values = torch.randn(signature.shape, generator=generator, device=generator.device)
-    return (center + spread * values).to(getattr(torch, signature.dtype))
+from voxfuse.records import Case
 
 
 def adain_inputs(case: Case, generator: torch.Generator) -> Inputs:
@@ -79,6 +38,7 @@ def adain_inputs(case: Case, generator: torch.Generator) -> Inputs:
 OPERATIONS: dict[str, Operation] = {
     "adain_snake": Operation(adain_act, adain_inputs, "AdaIN with Snake"),
     "adain_leaky_relu": Operation(adain_act, adain_inputs, "AdaIN with LeakyReLU"),
+    **vocoder_arms.OPERATIONS,
 }
 
 
@@ -102,23 +62,28 @@ def contest(
     if fusion_name not in OPERATIONS:
         raise KeyError(f"no micro arms for fusion {fusion_name!r}; add an entry to voxfuse.microbench.arms.OPERATIONS")
     operation = OPERATIONS[fusion_name]
+    op = operation.op
+    if operation.of_modules:
+        op = cast(Callable[[Case, torch.device], Judged], op)(case, device)
+    op = cast(Judged, op)
     generator = torch.Generator(device).manual_seed(seed)
     first = operation.inputs(case, generator)
-    footprint = compulsory_bytes(first, operation.op.reference(*first))
+    footprint = compulsory_bytes(first, op.reference(*first))
     sets = [first, *(operation.inputs(case, generator) for _ in range(rotation(footprint, device) - 1))]
     torch.compiler.reset()
     flop = 0 if operation.flop is None else operation.flop(case)
     bounds = {**ceilings, "copy_bytes_per_s": copy_bytes_per_s(clock, footprint, device)}
     if flop:
         bounds["flop_per_s"] = ceilings[f"peak_{operation.precision}_flop_per_s"]
-    compiled = torch.compile(operation.op.reference, dynamic=False, fullgraph=True, backend=compile_backend)
+    compiled = torch.compile(op.reference, dynamic=False, fullgraph=True, backend=compile_backend)
     return Contest(
         fusion=fusion(fusion_name),
         case=case,
         sets=sets,
-        eager=operation.op.reference,
-        voxfuse=partial(operation.op, run=run),
+        eager=op.reference,
+        voxfuse=partial(op, run=run),
         baselines={"compile": compiled, **peers.arms(operation.peers, operation.what)},
         ceilings=bounds,
         flop=flop,
+        compared=operation.compared,
     )

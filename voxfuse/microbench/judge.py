@@ -11,7 +11,7 @@ torch.compile under a graph; its ``host_us`` says what plain calls cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -36,7 +36,8 @@ class Contest:
 
     ``eager`` is the exact upstream chain, and on double inputs the oracle; ``baselines`` are further arms, or the
     reason why one is absent. ``ceilings`` holds ``copy_bytes_per_s`` (at this footprint), ``launch_floor_us`` and,
-    where the call does ``flop`` operations that could bound it, ``flop_per_s`` of their precision.
+    where the call does ``flop`` operations that could bound it, ``flop_per_s`` of their precision. ``compared`` maps an
+    output to what is held against the oracle's.
     """
 
     fusion: Fusion
@@ -47,6 +48,11 @@ class Contest:
     baselines: Mapping[str, Call | str] = field(default_factory=dict)
     ceilings: Mapping[str, float] = field(default_factory=dict)
     flop: int = 0
+    compared: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def seen(self, output: torch.Tensor) -> torch.Tensor:
+        """An output as it is compared."""
+        return output if self.compared is None else self.compared(output)
 
 
 def compulsory_bytes(inputs: Inputs, output: torch.Tensor) -> int:
@@ -152,12 +158,12 @@ def _baseline_errors(
     contest: Contest, runnable: dict[str, Call], absent: dict[str, str]
 ) -> tuple[dict[str, float], int]:
     """Error of every baseline on the first set, and the compulsory bytes; a baseline that raises becomes absent."""
-    oracle = contest.eager(*_double(contest.sets[0]))
+    oracle = contest.seen(contest.eager(*_double(contest.sets[0])))
     output = contest.eager(*contest.sets[0])
-    errors = {EAGER: error_fp64(output, oracle)}
+    errors = {EAGER: error_fp64(contest.seen(output), oracle)}
     for name in [name for name in runnable if name != EAGER]:
         try:
-            errors[name] = error_fp64(runnable[name](*contest.sets[0]), oracle)
+            errors[name] = error_fp64(contest.seen(runnable[name](*contest.sets[0])), oracle)
         except Exception as error:  # whatever a peer or the compiler raises: the arm is absent, the contest goes on
             absent[name] = _reason(error)
             del runnable[name]
@@ -169,10 +175,10 @@ def _check(contest: Contest, outputs: Sequence[Any] = ()) -> tuple[float, str | 
     given; otherwise the call runs on poisoned memory."""
     worst = 0.0
     for index, inputs in enumerate(contest.sets[:CHECKED_SETS]):
-        oracle, eager = contest.eager(*_double(inputs)), contest.eager(*inputs)
+        oracle, eager = contest.seen(contest.eager(*_double(inputs))), contest.seen(contest.eager(*inputs))
         try:
             with poisoned_memory():
-                output = outputs[index] if outputs else contest.voxfuse(*inputs)
+                output = contest.seen(outputs[index] if outputs else contest.voxfuse(*inputs))
         except Exception as error:  # any failure of the fused call is a verdict, not a crash of the judge
             return float("nan"), f"the fused call raised {_reason(error)}"
         fault = fidelity_fault(contest.fusion.contract, output, eager, oracle)

@@ -53,10 +53,10 @@ class Clock(Protocol):
 
 
 class HostTimed:
-    """An arm timed by the host: ``rounds`` passes over all input sets per sample."""
+    """An arm timed by the host: ``rounds`` passes over all input sets per sample, then ``finish``."""
 
-    def __init__(self, call: Call, sets: Sequence[Inputs]) -> None:
-        self._call, self._sets = call, sets
+    def __init__(self, call: Call, sets: Sequence[Inputs], finish: Callable[[], None] = lambda: None) -> None:
+        self._call, self._sets, self._finish = call, sets, finish
         self.outputs: list[Any] = [None] * len(sets)
         self._rounds = 1
         self.start()
@@ -69,6 +69,7 @@ class HostTimed:
         for _ in range(self._rounds):
             for index, inputs in enumerate(self._sets):
                 self.outputs[index] = self._call(*inputs)
+        self._finish()
         self._elapsed_ns = time.perf_counter_ns() - begin
 
     def elapsed_us(self) -> float:
@@ -98,6 +99,14 @@ class HostClock:
                 pass
 
         return spin
+
+
+class WallClock(HostClock):
+    """Times calls on a GPU by the host, with one synchronisation a sample: for what cannot be captured."""
+
+    def prepare(self, call: Call, sets: Sequence[Inputs]) -> HostTimed:
+        """An arm timed by the host."""
+        return HostTimed(call, sets, torch.cuda.synchronize)
 
 
 class GraphTimed:
