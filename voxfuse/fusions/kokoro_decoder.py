@@ -63,22 +63,23 @@ def decode(
         convolve(decoder.F0_conv, f0.unsqueeze(1)),
         convolve(decoder.N_conv, energy.unsqueeze(1)),
     ]
-    x = _leaky_relu_block(decoder.encode, torch.cat([asr, *curves], dim=1), style, lengths, run)
+    x = leaky_relu_block(decoder.encode, torch.cat([asr, *curves], dim=1), style, lengths, run)
     asr_res = convolve(decoder.asr_res[0], asr)
     concatenate = True
     for block in decoder.decode:
         if concatenate:
             x = torch.cat([x, asr_res, *curves], dim=1)
-        x = _leaky_relu_block(block, x, style, lengths, run)
+        x = leaky_relu_block(block, x, style, lengths, run)
         if block.upsample_type != "none":
             concatenate = False
             lengths = None if lengths is None else output_lengths(block.pool, lengths)
     return generate(decoder.generator, x, style, source, lengths, run)
 
 
-def _leaky_relu_block(
+def leaky_relu_block(
     block: Any, x: torch.Tensor, style: torch.Tensor, lengths: torch.Tensor | None, run: Run
 ) -> torch.Tensor:
+    """AdainResBlk1d.forward: x [rows, channels, frames], ``lengths`` of x; what lies behind a row's end is no data."""
     shortcut = block.upsample(x)
     if block.learned_sc:
         shortcut = convolve(block.conv1x1, shortcut)
