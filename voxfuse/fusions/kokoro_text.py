@@ -53,8 +53,11 @@ STRUCTURE = (
     ("bert_encoder", "torch.nn.modules.linear.Linear"),
     ("predictor", "kokoro.modules.ProsodyPredictor"),
     ("predictor.text_encoder", "kokoro.modules.DurationEncoder"),
+    ("predictor.lstm", "torch.nn.modules.rnn.LSTM"),
     ("predictor.duration_proj", "kokoro.modules.LinearNorm"),
+    ("predictor.shared", "torch.nn.modules.rnn.LSTM"),
     ("text_encoder", "kokoro.modules.TextEncoder"),
+    ("text_encoder.lstm", "torch.nn.modules.rnn.LSTM"),
 )
 CONVOLUTION = ["Conv1d", "LayerNorm", "LeakyReLU", "Dropout"]  # a layer of TextEncoder
 TRANSFORMERS = ("4", "5")  # major versions whose AlbertModel was read
