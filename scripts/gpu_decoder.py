@@ -108,6 +108,7 @@ def run_walls(suite: Suite) -> Iterator[Row]:
                 result["receipts"] = [
                     {"fusion": receipt.fusion, "calls": receipt.calls, "fallbacks": receipt.fallbacks}
                     for receipt in patches.receipts
+                    if receipt.status == "applied"
                 ]
             again = _seeded(lambda: decoder(*inputs))  # noqa: B023
             result |= {"snr_db": _snr_db(untouched, patched), "snr_eager_again_db": _snr_db(untouched, again)}

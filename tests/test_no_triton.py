@@ -58,7 +58,7 @@ print(json.dumps([reference, triton, [r.status for r in interpreter], bool(torch
 """
     reference, triton, interpreter, same = run(code)
     status = {fusion: (status, calls) for fusion, status, calls in reference}
-    assert set(status) == {"adain_snake", "adain_leaky_relu"}
+    assert {"adain_snake", "adain_leaky_relu"} <= set(status) and status["text_graph"] == ("skipped", 0)
     assert status["adain_snake"][0] == "applied" and status["adain_snake"][1] > 0
     assert same
     assert {(status, reason) for _, status, reason in triton} == {
