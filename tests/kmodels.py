@@ -33,8 +33,11 @@ RELEASED = SMALL | {
 }  # fmt: skip
 
 
-def random_kmodel(folder, config=SMALL, seed=0, **plbert):
-    """Kokoro's KModel in eval mode; token i is the character chr(33 + i). ``plbert`` overrides bert's settings."""
+def random_kmodel(folder, config=SMALL, seed=0, spread=8, **plbert):
+    """Kokoro's KModel in eval mode; token i is the character chr(33 + i). ``plbert`` overrides bert's settings.
+
+    ``spread``: by how much the weights of the duration projection are multiplied, for tokens of unlike durations.
+    """
     load_kokoro()
     from kokoro.model import KModel
 
@@ -48,5 +51,5 @@ def random_kmodel(folder, config=SMALL, seed=0, **plbert):
             for name, parameter in model.predictor.named_parameters():
                 if name.endswith(("norm.weight", "norm.bias")):  # upstream's initial ones hide a mistake
                     parameter.normal_(float(name.endswith("weight")), 0.3)
-            model.predictor.duration_proj.linear_layer.weight.mul_(8)  # tokens of unlike durations
+            model.predictor.duration_proj.linear_layer.weight.mul_(spread)
     return model

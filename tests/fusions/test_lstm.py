@@ -67,6 +67,11 @@ def test_other_weights_still_count_where_they_are():
     watch = WeightsThatMove(parts)
     parts[0].bias_ih_l0 = nn.Parameter(parts[0].bias_ih_l0.clone())
     assert watch.changed(), "another parameter object"
+    watch = WeightsThatMove(parts, without=("1",))
+    parts[1].weight.mul_(2)
+    assert not watch.changed()
+    parts[1] = nn.Linear(2, 2)
+    assert watch.changed(), "another module in place of the child that is left out"
 
 
 def test_a_copy_made_under_inference_mode_serves_outside():

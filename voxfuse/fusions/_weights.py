@@ -20,11 +20,13 @@ class Weights:
     written in place (version), so ``load_state_dict``, ``.to()`` and optimizer steps. Not seen: writes through
     ``.data`` and other aliases that do not share the tensor's version, a new ``.data`` at the old address, in-place
     writes to inference tensors, tensors in plain attributes, and the first parameter of a submodule that had none.
-    Of ``movable`` tensors only a replacement is seen. Every loop of ``changed`` runs in C.
+    Of ``movable`` tensors only a replacement is seen, of the children named in ``without`` too. Every loop of
+    ``changed`` runs in C.
     """
 
-    def __init__(self, module: nn.Module, movable: Sequence[torch.Tensor] = ()) -> None:
-        parts = list(module.modules())
+    def __init__(self, module: nn.Module, movable: Sequence[torch.Tensor] = (), without: Sequence[str] = ()) -> None:
+        left_out = {part for name in without for part in module.get_submodule(name).modules()}
+        parts = [part for part in module.modules() if part not in left_out]
         self._tables: list[dict[str, Any]] = [
             table for part in parts for table in (part._modules, part._parameters, part._buffers) if table
         ]

@@ -225,6 +225,7 @@ class TextRunners:
         self, owner: nn.Module, stage: Callable[..., torch.Tensor], axes: tuple[Axes, ...], buckets: Buckets
     ) -> GraphRunner:
         *inputs, output = axes
+        without = [name for name, _ in owner.named_children() if name == "decoder"]  # the stages do not read it
         return GraphRunner(
             owner,
             functools.partial(stage, run=self._run),
@@ -235,7 +236,7 @@ class TextRunners:
             receipt=self._run.receipt,
             capture=self._capture,
             arena=self._arena,
-            weights=lstm.WeightsThatMove,
+            weights=functools.partial(lstm.WeightsThatMove, without=without),
         )
 
 

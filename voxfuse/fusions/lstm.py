@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import operator
 import threading
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -91,10 +92,11 @@ def _same_values(one: nn.LSTM, other: nn.LSTM) -> bool:
 class WeightsThatMove(Weights):
     """``Weights`` of a module whose LSTMs may move theirs: those count as changed where a value did."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, without: Sequence[str] = ()) -> None:
         self._lstms = [part for part in module.modules() if type(part) is nn.LSTM]
         self._held = list(map(private_copy, self._lstms))
-        super().__init__(module, movable=[weight for lstm in self._lstms for weight in lstm.parameters()])
+        movable = [weight for lstm in self._lstms for weight in lstm.parameters()]
+        super().__init__(module, movable, without)
 
     def changed(self) -> bool:
         return super().changed() or not all(map(operator.is_, map(private_copy, self._lstms), self._held))
