@@ -142,6 +142,14 @@ def test_one_kmodel_among_two(tmp_path):
     assert torch.equal(speak(patched), before[0])
 
 
+@pytest.mark.parametrize("backend", ["reference", "interpreter"])
+def test_the_text_graph_is_left_alone_without_a_gpu(tmp_path, backend):
+    for target in ("kokoro", kmodel(tmp_path)):
+        with voxfuse.apply_patches(target, policy="all", backend=backend) as patches:
+            (receipt,) = (receipt for receipt in patches.receipts if receipt.fusion == "text_graph")
+            assert (receipt.status, receipt.reason) == ("skipped", f"runs with backend triton, not {backend}")
+
+
 def test_an_instance_keeps_its_behaviour_in_copies_pickles_and_state(istftnet):
     model = generator(istftnet)
     baseline, text, keys = speak(model), repr(model), list(model.state_dict())

@@ -155,4 +155,5 @@ class Captured:
 def numerics() -> tuple[Any, ...]:
     """Settings that a capture bakes in."""
     precision = torch._C._get_fp32_precision_getter
-    return precision("cuda", "conv"), precision("cuda", "matmul"), torch._C._get_deterministic_algorithms()
+    kinds = precision("cuda", "conv"), precision("cuda", "matmul"), precision("cuda", "rnn")
+    return *kinds, torch._C._get_deterministic_algorithms()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,16 +20,19 @@ class Weights:
     written in place (version), so ``load_state_dict``, ``.to()`` and optimizer steps. Not seen: writes through
     ``.data`` and other aliases that do not share the tensor's version, a new ``.data`` at the old address, in-place
     writes to inference tensors, tensors in plain attributes, and the first parameter of a submodule that had none.
-    Every loop runs in C.
+    Of ``movable`` tensors only a replacement is seen, of the children named in ``without`` too. Every loop of
+    ``changed`` runs in C.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        parts = list(module.modules())
+    def __init__(self, module: nn.Module, movable: Sequence[torch.Tensor] = (), without: Sequence[str] = ()) -> None:
+        left_out = {part for name in without for part in module.get_submodule(name).modules()}
+        parts = [part for part in module.modules() if part not in left_out]
         self._tables: list[dict[str, Any]] = [
             table for part in parts for table in (part._modules, part._parameters, part._buffers) if table
         ]
         self._entries = self._current()
-        self._tensors = [entry for entry in self._entries if isinstance(entry, torch.Tensor)]
+        apart = set(map(id, movable))
+        self._tensors = [e for e in self._entries if isinstance(e, torch.Tensor) and id(e) not in apart]
         self._tracked = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         self._versions = list(map(_version, self._tracked))

@@ -167,11 +167,11 @@ def foreign_part(module: nn.Module) -> str | None:
         pre_hooks = set(map(type, part._forward_pre_hooks.values())) - {WeightNorm}
         if part is not module and (part._forward_hooks or pre_hooks):
             return f"{name} has a forward hook, which a graph would not run"
-    faults = ((name, _fault(part)) for name, part in parts.items())
-    return next((f"{name or type(module).__name__}: {fault}" for name, fault in faults if fault is not None), None)
+    faults = ((name, fault(part)) for name, part in parts.items())
+    return next((f"{name or type(module).__name__}: {found}" for name, found in faults if found is not None), None)
 
 
-def _fault(part: Any) -> str | None:
+def fault(part: Any) -> str | None:
     """Why one module is outside what ``kokoro_decoder`` computes, or None."""
     if hasattr(part, "adain1"):
         convolutions = [*part.convs1, *part.convs2]

@@ -72,7 +72,7 @@ class GraphRunner:
     tensor is valid; it may draw no random numbers and not wait for the device. ``inputs`` and ``output`` give the axes
     of each tensor behind the rows; the output is zero behind each row's length. ``capture``: "warmup" captures only in
     ``warm`` and ``capturing``, "first_use" wherever a bucket is missing; a bucket is captured again once the owner's
-    weights are replaced (what counts as such: ``Weights``). ``owner`` is held weakly. Misses count on ``receipt``;
+    weights are replaced (what counts as such: ``weights``). ``owner`` is held weakly. Misses count on ``receipt``;
     replays count what the fused operations counted at capture. Safe from several threads and streams.
     """
 
@@ -88,12 +88,13 @@ class GraphRunner:
         receipt: str,
         capture: CapturePolicy = "warmup",
         arena: Callable[[torch.device], Arena] = CudaArena,
+        weights: Callable[[nn.Module], Weights] = Weights,
     ) -> None:
         self._owner = weakref.ref(owner)
         self._call = call
         self.inputs, self._output = tuple(inputs), output
         self._buckets, self._cap, self._receipt, self._policy = buckets, memory_cap_bytes, receipt, capture
-        self._make_arena = arena
+        self._make_arena, self._watch = arena, weights
         self._shelves: dict[tuple[torch.device, int], Shelf] = {}
         self._wanted: set[Key] = set()  # captured once, and not evicted for memory since
         self._refused: dict[Key, str] = {}
@@ -242,7 +243,7 @@ class GraphRunner:
 
     def _record(self, key: Key, shelf: Shelf) -> Captured:
         module = self.owner
-        self._weights = self._weights or Weights(module)
+        self._weights = self._weights or self._watch(module)
         with torch.inference_mode(False), torch.no_grad():
             inputs = [
                 torch.zeros(shape(key.rows, axes, key.bucket), device=key.device, dtype=key.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from voxfuse.fusions.adain_conv_block import ADAIN_CONV_BLOCK
 from voxfuse.fusions.adain_resblock import ADAIN_LEAKY_RELU, ADAIN_SNAKE
 from voxfuse.fusions.decoder_graph import DECODER_GRAPH
+from voxfuse.fusions.kokoro_text import TEXT_GRAPH
 from voxfuse.fusions.source import SINE_SOURCE
 from voxfuse.fusions.spectral import ISTFT_POLAR, STFT_POLAR
 from voxfuse.records import Fusion
@@ -12,6 +13,7 @@ from voxfuse.records import Fusion
 FUSIONS: dict[str, Fusion] = {
     item.name: item
     for item in (
+        TEXT_GRAPH,
         DECODER_GRAPH,
         ADAIN_CONV_BLOCK,
         ADAIN_SNAKE,

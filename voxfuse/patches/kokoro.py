@@ -1,4 +1,4 @@
-"""Kokoro (PyPI ``kokoro``): the decoder from CUDA graphs, and its parts for calls that no graph serves.
+"""Kokoro (PyPI ``kokoro``): text side and decoder from CUDA graphs, and their parts for calls that no graph serves.
 
 The parts are AdaIN residual blocks of decoder, generator and prosody predictor, short-time spectra and the harmonic
 source. Targets are classes, so ``KModel`` and bare ``Decoder`` or ``Generator`` users are served alike.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from voxfuse.fusions import adain_conv_block, adain_resblock, source, spectral
+from voxfuse.fusions import adain_conv_block, adain_resblock, kokoro_text, source, spectral
 from voxfuse.fusions.decoder_graph import DECODER_GRAPH, Runners
 from voxfuse.kernels._op import TALLIES, Run
 from voxfuse.patches import switches
@@ -23,7 +23,6 @@ from voxfuse.patches.spec import Patch, StackPatches
 ADAIN = "kokoro.istftnet:AdaIN1d.forward"
 SNAKE_BLOCK = "kokoro.istftnet:AdaINResBlock1.forward"
 LEAKY_RELU_BLOCK = "kokoro.istftnet:AdainResBlk1d._residual"
-LEAKY_RELU_REST = ("kokoro.istftnet:AdainResBlk1d.forward", "kokoro.istftnet:AdainResBlk1d._shortcut")
 UPSAMPLE = "kokoro.istftnet:UpSample1d.forward"
 DECODER = "kokoro.istftnet:Decoder.forward"
 GENERATOR = "kokoro.istftnet:Generator.forward"
@@ -32,6 +31,16 @@ INVERSE = "kokoro.istftnet:TorchSTFT.inverse"
 SOURCE = "kokoro.istftnet:SourceModuleHnNSF.forward"
 SINES = tuple(f"kokoro.istftnet:SineGen.{name}" for name in ("forward", "_f02sine", "_f02uv"))
 OF_GENERATOR = (GENERATOR, SNAKE_BLOCK, ADAIN, TRANSFORM, INVERSE)
+SPEAK = "kokoro.model:KModel.forward_with_tokens"
+BERT = "kokoro.modules:CustomAlbert.forward"
+DURATION_ENCODER = "kokoro.modules:DurationEncoder.forward"
+ADA_LAYER_NORM = "kokoro.modules:AdaLayerNorm.forward"
+TEXT_ENCODER = "kokoro.modules:TextEncoder.forward"
+LAYER_NORM = "kokoro.modules:LayerNorm.forward"
+CURVES = "kokoro.modules:ProsodyPredictor.F0Ntrain"
+BLOCK = "kokoro.istftnet:AdainResBlk1d.forward"
+SHORTCUT = "kokoro.istftnet:AdainResBlk1d._shortcut"
+TEXT_SIDE = (BERT, DURATION_ENCODER, ADA_LAYER_NORM, TEXT_ENCODER, LAYER_NORM, CURVES, BLOCK, SHORTCUT)
 
 
 def _foreign(norms: Sequence[Any]) -> str | None:
@@ -148,6 +157,20 @@ def _harmonic_source(original: Callable[..., Any], run: Run) -> Callable[..., An
     return forward
 
 
+def _text_graph(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+    graphs = kokoro_text.TextRunners(run, switches.read().capture)
+
+    def forward_with_tokens(
+        self: Any, input_ids: torch.Tensor, ref_s: torch.Tensor, speed: float = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        spoken = None if torch.compiler.is_compiling() else graphs.speak(self, input_ids, ref_s, speed)
+        if spoken is None or isinstance(spoken, str):
+            spoken = original(self, input_ids, ref_s, speed)
+        return spoken
+
+    return forward_with_tokens
+
+
 KOKORO = StackPatches(
     name="kokoro",
     distribution="kokoro",
@@ -158,8 +181,6 @@ KOKORO = StackPatches(
             ADAIN: "61e64abe50225ff8d974c3909d9b41189a8437cbef2d26bf33469aeeeb36d3a9",
             SNAKE_BLOCK: "8e4637234512714b915f9757f00ad49adf71bd8b5ddcac633105d9d5e052e578",
             LEAKY_RELU_BLOCK: "807ee0f3559f52fb79f570b0bd61adc09e9dfa767b72c9c4ef04df20769f3676",
-            LEAKY_RELU_REST[0]: "ebee9715cc300363787061fa02e20f481af4a0d2a40f3edf0dc0643af52e591c",
-            LEAKY_RELU_REST[1]: "02b98464812e3046c1ef9dc7d8bc98f07e458664e83efdf32d3401b100183316",
             UPSAMPLE: "a333c6f66d58e8f70604351430e675ab852bf30e02a7b61a29267688cea2fa90",
             DECODER: "bdd1f32771dcbe0e80385c822ac211bd225ab7e6827a3fda0e1831dd5bebb21b",
             GENERATOR: "e7be87837eab891db992a138d3a72bfa83c5d890da57d6302400269e4ef8b35f",
@@ -169,13 +190,22 @@ KOKORO = StackPatches(
             SINES[0]: "35d9d550be3f3f25fd788a4a3950250489a118f784e8049c0cf87186de2550f0",
             SINES[1]: "4fee83501dc5a60476ac61d500422125218cd2f4d77788e3b866f0a1aa76c9f5",
             SINES[2]: "1fe169eb68ea2b4b85d059ffdd4e938a2655eb75f9a7da2a6e3c1560d470fc6d",
+            SPEAK: "bd39a6be9ccc4ca70077721be3e037609afb08ada6aa70a4d91b0d535edea4ac",
+            BERT: "e3d58415b6698cf9dd633dcc860d690c2f7afd5a0acdb9ea634045804ed8efcc",
+            DURATION_ENCODER: "bd1efd58f5b895e984b4a968ad35280e489fd5c0a7f1db7192b34336ffe71599",
+            ADA_LAYER_NORM: "2cedd4290af9cab2aaa69b269dff6d907cd63d18dc3277357fba40443dbf736c",
+            TEXT_ENCODER: "ac084e41f1b23331a6162f9260f9a285cf9a9551dbe594130df98069cbcafeae",
+            LAYER_NORM: "855e313843e19dd0c8d10d567d80333aaeaa5c15110532b051afbeeba264132e",
+            CURVES: "f5044e85211594a9433e872330b7b37e22ca85c9c3c77dc7d76b731569c29cea",
+            BLOCK: "ebee9715cc300363787061fa02e20f481af4a0d2a40f3edf0dc0643af52e591c",
+            SHORTCUT: "02b98464812e3046c1ef9dc7d8bc98f07e458664e83efdf32d3401b100183316",
         }
     },
     patches=(
         Patch(
             fusion=DECODER_GRAPH,
             target=DECODER,
-            absorbs=(DECODER, LEAKY_RELU_BLOCK, *LEAKY_RELU_REST, UPSAMPLE, *OF_GENERATOR),
+            absorbs=(DECODER, LEAKY_RELU_BLOCK, BLOCK, SHORTCUT, UPSAMPLE, *OF_GENERATOR),
             build=_decoder,
             backends=("triton",),
         ),
@@ -201,5 +231,12 @@ KOKORO = StackPatches(
         Patch(fusion=spectral.STFT_POLAR, target=TRANSFORM, absorbs=(TRANSFORM,), build=_transform),
         Patch(fusion=spectral.ISTFT_POLAR, target=INVERSE, absorbs=(INVERSE,), build=_inverse),
         Patch(fusion=source.SINE_SOURCE, target=SOURCE, absorbs=(SOURCE, *SINES), build=_harmonic_source),
+        Patch(
+            fusion=kokoro_text.TEXT_GRAPH,
+            target=SPEAK,
+            absorbs=(SPEAK, *TEXT_SIDE, LEAKY_RELU_BLOCK, UPSAMPLE, ADAIN),
+            build=_text_graph,
+            backends=("triton",),
+        ),
     ),
 )
