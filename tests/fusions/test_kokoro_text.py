@@ -116,7 +116,7 @@ def test_the_frame_stage_through_the_kernels(model, request):
     result = frame_stage(predictor, padded(en, 8, float("nan")), style, torch.tensor([5]), run)
     assert relative_rms(result[:, :, :10], expected) < CLOSE and torch.all(result[:, :, 10:] == 0)
     tally = TALLIES.of(run.receipt)
-    assert (tally.calls, dict(tally.fallbacks)) == (2 * (3 * 2 + 1), {})
+    assert (tally.calls, dict(tally.fallbacks)) == (2 * (3 * 5 + 1), {})
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_what_is_not_captured_runs_upstreams_code_and_is_counted(model, anywhere
     assert tally.calls == 1, "the token stage counts once a replay"
     with capturing():
         assert_spoken_as(seeded(graphs.speak, model, ids, ref_s), expected)
-    assert tally.calls == 2 + 2 * (3 * 2 + 1)
+    assert tally.calls == 2 + 2 * (3 * 5 + 1)
     assert "outside 1 to 64" in graphs.speak(model, *utterance(65))
 
 
@@ -220,7 +220,7 @@ def test_the_patch_calls_the_original_where_it_must(model, monkeypatch):
 
     FakeArena.made = []
     monkeypatch.setattr(kokoro_text, "unsupported", lambda *_: None)
-    monkeypatch.setattr(kokoro_text, "TextRunners", lambda run: TextRunners(run, capture="first_use", arena=FakeArena))
+    monkeypatch.setattr(kokoro_text, "TextRunners", lambda run, _: TextRunners(run, capture="first_use", arena=FakeArena))
     replayed = patch.build(never, Run("reference", "replayed text"))
     assert_spoken_as(seeded(replayed, model, ids, ref_s, 1.2), seeded(model.forward_with_tokens, ids, ref_s, 1.2))
 
