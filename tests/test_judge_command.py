@@ -114,7 +114,7 @@ def test_usage(stage: Any, tmp_path: Path) -> None:
         (("--state", tmp_path / "file"), "is a file"),
         (("--ledger", tmp_path / "file"), "is a file"),
         (("--state", tmp_path / "others"), "holds files but no state.json"),
-        (("--pairs", 29), "greater than or equal to 30"),
+        (("--pairs", 29), "30"),
     ):
         result = run(tmp_path, *arguments)
         assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split()), arguments
