@@ -86,6 +86,11 @@ def test_unsound_controls_must_silence_every_comparison():
     assert "win claimed against eager, neutral" in str(inconsistency(boasting))
 
 
+def test_more_pairs_than_can_be_resampled_are_refused():
+    arms = tuple(msgspec.structs.replace(arm, gpu_us=(1.0,) * 5_001) for arm in HONEST.arms)
+    assert inconsistency(verdict(arms=arms)) == "5001 pairs; at most 5000 are read"
+
+
 def test_a_wrong_verdict_is_silent():
     record = recompute(verdict(wrong="error 2e-3"))
     assert record.ratios == () and not any(arm.gpu_us for arm in record.arms)

@@ -22,6 +22,7 @@ from voxfuse.records import Comparison, MicroVerdict, Ratio
 RESAMPLES = 10_000
 BOOTSTRAP_SEED = 20_240_601
 MIN_BAR = 0.03
+MAX_PAIRS = 5_000  # a record is data from outside: resampling more would take all memory
 TOLERANCE = 1e-9  # relative: JSON keeps every bit, another numpy may sum in another order
 
 EAGER, VOXFUSE = "eager", "voxfuse"
@@ -121,6 +122,8 @@ def _sample_fault(verdict: MicroVerdict, us: dict[str, np.ndarray]) -> str | Non
         return "an arm is listed twice"
     if len({len(samples) for samples in us.values()}) != 1:
         return "its arms have different numbers of samples, so they are not pairs"
+    if (pairs := len(us[VOXFUSE])) > MAX_PAIRS:
+        return f"{pairs} pairs; at most {MAX_PAIRS} are read"
     if not all(np.isfinite(samples).all() and (samples > 0).all() for samples in us.values()):
         return "a sample is not a positive time"
     compared = [ratio.baseline for ratio in verdict.ratios]

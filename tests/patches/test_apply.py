@@ -180,7 +180,7 @@ def test_policy_proven_asks_the_ledger(toy: ToyStack, monkeypatch: pytest.Monkey
 
 
 def test_nothing_proven_names_the_command_that_settles_it(toy: ToyStack) -> None:
-    with pytest.warns(PatchWarning, match="`voxfuse gate --stack toyvoice --device cuda"):
+    with pytest.warns(PatchWarning, match="`voxfuse judge --stack toyvoice` judges them on this GPU"):
         (receipt,) = apply("toyvoice", policy="proven").receipts
     assert receipt.status == "skipped"
     with warnings.catch_warnings():

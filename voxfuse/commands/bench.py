@@ -26,7 +26,7 @@ from voxfuse.microbench import plots, tune
 from voxfuse.microbench.cases import JudgedCase
 from voxfuse.microbench.timer import clock_for
 from voxfuse.profiles.environment import capture_environment
-from voxfuse.recompute import VOXFUSE
+from voxfuse.recompute import MAX_PAIRS, VOXFUSE
 from voxfuse.records import MicroVerdict, Ratio
 
 PASS, FAIL, ENVIRONMENT, INCONCLUSIVE = 0, 1, 2, 3
@@ -40,7 +40,7 @@ def bench(
     stack: Annotated[str | None, typer.Option(help="Only the cases of this stack.")] = None,
     case: Annotated[str | None, typer.Option(help="Only cases whose name contains this.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
-    pairs: Annotated[int, typer.Option(min=30, help="Pairs per case: 30 carry a 95 % interval.")] = 50,
+    pairs: Annotated[int, typer.Option(min=30, max=MAX_PAIRS, help="Pairs per case: 30 carry a 95 % interval.")] = 50,
     budget: Annotated[float | None, typer.Option(min=0, help="Minutes after which no case begins.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of records; what it holds is not judged again.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG; default: bench.png beside the records.")] = None,
