@@ -78,7 +78,11 @@ class Hotspot(Document, frozen=True, kw_only=True, tag="hotspot"):
 
 
 class Fusion(Document, frozen=True, kw_only=True, tag="fusion"):
-    """A registered fusion. ``name`` is stack-free; ``operations`` are the upstream operations that it replaces."""
+    """A registered fusion. ``name`` is stack-free; ``operations`` are the upstream operations that it replaces.
+
+    ``graph``: it replays captured graphs. What it saves is the host's, which no kernel timing shows: the gate's
+    leave-one-out blocks are its verdict of speed.
+    """
 
     name: str
     stacks: tuple[str, ...]
@@ -86,6 +90,7 @@ class Fusion(Document, frozen=True, kw_only=True, tag="fusion"):
     contract: Contract
     envelope: str
     kernels: tuple[str, ...]
+    graph: bool = False
 
 
 class Receipt(Document, frozen=True, kw_only=True, tag="receipt"):

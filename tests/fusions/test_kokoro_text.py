@@ -220,7 +220,9 @@ def test_the_patch_calls_the_original_where_it_must(model, monkeypatch):
 
     FakeArena.made = []
     monkeypatch.setattr(kokoro_text, "unsupported", lambda *_: None)
-    monkeypatch.setattr(kokoro_text, "TextRunners", lambda run, _: TextRunners(run, capture="first_use", arena=FakeArena))
+    monkeypatch.setattr(
+        kokoro_text, "TextRunners", lambda run, _: TextRunners(run, capture="first_use", arena=FakeArena)
+    )
     replayed = patch.build(never, Run("reference", "replayed text"))
     assert_spoken_as(seeded(replayed, model, ids, ref_s, 1.2), seeded(model.forward_with_tokens, ids, ref_s, 1.2))
 

@@ -168,13 +168,16 @@ def word_error_rate(baseline: float, patched: float, test: NonInferiority, rules
 
 
 def receipts(found: Sequence[Receipt], fusions: Sequence[str]) -> list[Guard]:
-    """Every fusion of the run is applied, every applied target was called, and none fell back."""
-    applied = {item.fusion for item in found if item.status == "applied"}
+    """Every fusion of the run is applied and was called on one of its targets (a decoder replayed as a whole never
+    calls its generator), and none fell back."""
+    applied: dict[str, int] = {}
+    for item in found:
+        if item.status == "applied":
+            applied[item.fusion] = applied.get(item.fusion, 0) + item.calls
     idle = {name: "not applied" for name in fusions if name not in applied}
+    idle |= {name: "never called" for name, calls in applied.items() if calls == 0}
     fallbacks = {}
     for item in found:
-        if item.status == "applied" and item.calls == 0:
-            idle[f"{item.fusion} on {item.target}"] = "never called"
         if item.fallbacks:
             fallbacks[f"{item.fusion} on {item.target}"] = ", ".join(f"{n}× {why}" for why, n in item.fallbacks.items())
     calls = sum(item.calls for item in found)

@@ -5,7 +5,9 @@ A fusion is *accepted* on a stack and a GPU (by compute capability) when both ju
 micro
     Over the newest micro verdict of every case of the fusion on that stack, per GPU model: none is ``wrong``, each was
     compared with the arm ``eager`` (what the stack itself runs), none lost to it, and every *large* case won. A case
-    is large when it moves at least half the bytes of the largest case; small cases may be neutral.
+    is large when it moves at least half the bytes of the largest case; small cases may be neutral. Of a fusion that
+    replays graphs, the blocks of the newest passed gate say it instead: the whole set must be faster than the set
+    without it, the lower 95 % limit above 1.
 end to end
     The newest decisive gate verdict per GPU model whose fusions include it is a pass. Decisive are a ``fail`` of the
     protocol ``full``, and a ``pass`` of it with real weights, passed guards and kernels that ran (receipts of backend
@@ -27,6 +29,7 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
 from voxfuse import records
 from voxfuse.evidence.ledger import Entry, load, moment
@@ -36,6 +39,7 @@ OWN_BASELINE = "eager"
 NO_REAL_WEIGHTS = "random"
 DECISIVE_PROTOCOL = "full"
 FIDELITY_GUARDS = "fidelity"
+RESAMPLES = 10_000
 LARGE_SHARE = 0.5  # of the bytes that the largest case moves
 
 VerdictT = TypeVar("VerdictT", MicroVerdict, GateVerdict)
@@ -80,10 +84,10 @@ def accepted(
     capabilities |= {verdict.environment.compute_capability for verdict in gates}
     measured = sorted(name for name in capabilities if name is not None)
     if compute_capability in measured:
-        return _accepted_on(fusion.name, stack, stack_version, compute_capability, micros, gates)
+        return _accepted_on(fusion, stack, stack_version, compute_capability, micros, gates)
 
     here = "a CPU" if compute_capability is None else f"compute capability {compute_capability}"
-    elsewhere = {name: _accepted_on(fusion.name, stack, stack_version, name, micros, gates) for name in measured}
+    elsewhere = {name: _accepted_on(fusion, stack, stack_version, name, micros, gates) for name in measured}
     proven = {name: acceptance for name, acceptance in elsewhere.items() if acceptance.accepted}
     if not proven:
         found = "; ".join(f"on {name}: {acceptance.reason}" for name, acceptance in elsewhere.items())
@@ -97,33 +101,74 @@ def accepted(
 
 
 def _accepted_on(
-    fusion: str,
+    fusion: records.Fusion,
     stack: str,
     stack_version: str,
     compute_capability: str | None,
     micros: list[MicroVerdict],
     gates: list[GateVerdict],
 ) -> Acceptance:
-    micro = micro_finding(
-        [verdict for verdict in micros if verdict.environment.compute_capability == compute_capability]
-    )
-    if not micro.passed:
-        return Acceptance(False, micro.reason)
-    gate = _gate(
-        [
-            verdict
-            for verdict in gates
-            if verdict.environment.compute_capability == compute_capability
-            and _series(verdict.stack_version) == _series(stack_version)
-        ]
-    )
+    here = [
+        verdict
+        for verdict in gates
+        if verdict.environment.compute_capability == compute_capability
+        and _series(verdict.stack_version) == _series(stack_version)
+    ]
+    if fusion.graph:
+        speed = graph_finding(fusion.name, here)
+    else:
+        speed = micro_finding(
+            [verdict for verdict in micros if verdict.environment.compute_capability == compute_capability]
+        )
+    if not speed.passed:
+        return Acceptance(False, speed.reason)
+    gate = _gate(here)
     if gate.passed is None:
         return Acceptance(
             False,
-            f"{micro.reason}, but no gate verdict with {fusion} on {stack} {_series(stack_version)}.*: "
+            f"{speed.reason}, but no gate verdict with {fusion.name} on {stack} {_series(stack_version)}.*: "
             f"voxfuse gate --stack {stack}",
         )
-    return Acceptance(gate.passed, f"{micro.reason}; {gate.reason}", gate.fidelity_only)
+    return Acceptance(gate.passed, f"{speed.reason}; {gate.reason}", gate.fidelity_only)
+
+
+def graph_finding(fusion: str, gates: list[GateVerdict]) -> Finding:
+    """What the blocks of the newest decisive gate on each GPU model say of a fusion that replays graphs."""
+    decisive = [verdict for verdict in gates if _is_decisive(verdict)]
+    gains = []
+    for verdict in _newest(decisive, key=lambda verdict: verdict.environment.gpu):
+        gain = leave_one_out_gain(verdict, fusion)
+        if gain is None:
+            return Finding(None, f"no blocks without {fusion} in the gate of {verdict.measured_at}")
+        median, low, high = gain
+        if not low > 1:
+            return Finding(False, f"with {fusion} ×{median:.3f} [{low:.3f}, {high:.3f}]: no gain")
+        gains.append(f"×{median:.2f}")
+    if not gains:
+        return Finding(None, "no gate verdict with blocks that leave it out")
+    return Finding(True, f"the gate's blocks gain {', '.join(gains)} with it")
+
+
+def leave_one_out_gain(verdict: GateVerdict, fusion: str) -> tuple[float, float, float] | None:
+    """Throughput of the whole set over that of the set without a fusion, both against untouched code: ratio of the
+    medians, and the bootstrap's 95 % limits. None where either was not timed."""
+    ratios = {
+        kind: np.array([_throughput_ratio(block) for block in verdict.blocks if block.kind == kind])
+        for kind in ("a/b", f"without:{fusion}")
+    }
+    whole, rest = ratios.values()
+    if not whole.size or not rest.size:
+        return None
+    random = np.random.default_rng(0)
+    medians = [np.median(random.choice(values, (RESAMPLES, values.size)), axis=1) for values in (whole, rest)]
+    low, high = np.quantile(medians[0] / medians[1], [0.025, 0.975])
+    return float(np.median(whole) / np.median(rest)), float(low), float(high)
+
+
+def _throughput_ratio(block: records.Block) -> float:
+    """Patched over untouched audio seconds per second."""
+    patched = sum(block.patched_audio_s) / sum(block.patched_wall_s)
+    return patched / (sum(block.baseline_audio_s) / sum(block.baseline_wall_s))
 
 
 def micro_finding(verdicts: list[MicroVerdict]) -> Finding:

@@ -31,6 +31,7 @@ DECODER_GRAPH = Fusion(
     contract="same-precision",
     envelope="fp32 on a CUDA GPU, inference without autocast, 1 to 8 rows, 2 to 2048 frames, buckets captured before",
     kernels=("conv1d", "moments", "adain_channels_last", "mean_act", "stft", "istft", "sine_source"),
+    graph=True,
 )
 BUCKETS = Buckets(shortest=2)  # of one frame AdaIN has no variance: upstream refuses it
 MEMORY_CAP_BYTES = 4 * 2**30  # for each decoder

@@ -45,6 +45,7 @@ TEXT_GRAPH = Fusion(
     contract="same-precision",
     envelope="fp32 on a CUDA GPU, inference without autocast, one row, up to 512 tokens, buckets captured before",
     kernels=("conv1d", "moments", "adain_channels_last", "mean_act"),
+    graph=True,
 )
 MEMORY_CAP_BYTES = 2**30  # for each stage of each model
 STYLE = 128  # ref_s [1, 256]: the first half is the decoder's, the second the text side's
