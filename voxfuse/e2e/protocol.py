@@ -74,7 +74,7 @@ class ThroughputRules(Record, frozen=True, kw_only=True):
     memory_sentences: Count
     tolerance: Share
     noise_cap: Share
-    memory_allowance_bytes: Some = 0
+    memory_allowance_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Protocol(Record, frozen=True, kw_only=True):
