@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from voxfuse.fusions.lstm import WeightsThatMove, bidirectional, private_copy, unsupported
+from voxfuse.fusions.lstm import WeightsThatMove, bidirectional, private_copies, unsupported
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -48,11 +48,11 @@ def test_without_lengths_the_module_runs_by_itself():
 @torch.no_grad()
 def test_the_copy_follows_the_values_of_the_weights_not_their_place():
     module, x, lengths = lstm(), torch.randn(1, 9, 6), torch.tensor([5])
-    first, watch = private_copy(module), WeightsThatMove(nn.ModuleList([module]))
+    first, watch = private_copies(module), WeightsThatMove(nn.ModuleList([module]))
     flattened(module)
-    assert private_copy(module) is first and not watch.changed()
+    assert private_copies(module) is first and not watch.changed()
     module.weight_hh_l0_reverse.mul_(2)
-    assert watch.changed() and private_copy(module) is not first
+    assert watch.changed() and private_copies(module) is not first
     torch.testing.assert_close(bidirectional(module, x, lengths)[:, :5], module(x[:, :5])[0], **CLOSE)
     module.double()
     torch.testing.assert_close(bidirectional(module, x.double(), lengths)[:, :5], module(x[:, :5].double())[0])
@@ -78,7 +78,13 @@ def test_a_copy_made_under_inference_mode_serves_outside():
     module, x = lstm(), torch.randn(1, 4, 6)
     with torch.inference_mode():
         bidirectional(module, x, torch.tensor([4]))
-    assert not any(weight.is_inference() for weight in private_copy(module).parameters())
+    state = torch.get_rng_state()
+    copies = private_copies(module)
+    assert not any(weight.is_inference() for copied in copies for weight in copied.parameters())
+    fresh = lstm()
+    torch.set_rng_state(state)
+    private_copies(fresh)
+    assert torch.equal(torch.get_rng_state(), state), "making the copies drew random numbers"
     assert set(dict(module.named_modules())) == {""} and all(weight.requires_grad for weight in module.parameters())
 
 

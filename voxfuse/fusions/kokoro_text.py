@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from voxfuse.fusions import lstm
+from voxfuse.fusions._fork import Fork
 from voxfuse.fusions._graph_arena import Arena, CudaArena
 from voxfuse.fusions.adain_conv_block import adain_leaky_relu_block, padded_styles
 from voxfuse.fusions.buckets import Axes, Buckets, Length
@@ -80,11 +81,11 @@ def token_stage(
         ids = ids.masked_fill(beyond, 0.0)
     ids = ids.long()
     predictor = model.predictor
+    t_en = Fork(functools.partial(_encode_text, model.text_encoder, ids, beyond, lengths), apart=True)
     d = _encode_durations(predictor.text_encoder, model.bert_encoder(_bert(model.bert, ids, beyond)), style, lengths)
     x = lstm.bidirectional(predictor.lstm, d, lengths)
     durations = torch.sigmoid(predictor.duration_proj(x)).sum(dim=-1)
-    t_en = _encode_text(model.text_encoder, ids, beyond, lengths)
-    return _cleared(torch.cat([d.transpose(1, 2), t_en, durations.unsqueeze(1)], dim=1), beyond)
+    return _cleared(torch.cat([d.transpose(1, 2), t_en.join(), durations.unsqueeze(1)], dim=1), beyond)
 
 
 def _bert(bert: Any, ids: torch.Tensor, beyond: torch.Tensor | None) -> torch.Tensor:
