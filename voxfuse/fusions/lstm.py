@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -89,7 +90,7 @@ def _renewed(lstm: nn.LSTM) -> Directions:
 
 
 def _direction(lstm: nn.LSTM, suffix: str) -> nn.LSTM:
-    like = lstm.weight_ih_l0
+    like: Any = lstm.weight_ih_l0
     # On "meta", because drawing weights would change the noise that the model draws next.
     made = nn.LSTM(lstm.input_size, lstm.hidden_size, bias=lstm.bias, batch_first=True, device="meta", dtype=like.dtype)
     made.to_empty(device=like.device)
