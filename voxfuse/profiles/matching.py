@@ -1,0 +1,104 @@
+"""Which fusion replaces a hotspot, and why none where none does.
+
+Patterns stand beside each fusion (``Fusion.patterns``). A chain that runs as somebody's Triton kernel already is
+deferred to it, unless that kernel is voxfuse's own: then the hotspot's fusion is the one that runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable
+from pathlib import Path
+
+from voxfuse.fusions.registry import FUSIONS
+from voxfuse.records import Fusion, FusionPattern, TensorSignature
+
+BELOW_NOISE = "no fusion: below noise"
+DEFERRED = "deferred: stack has its own"
+UNMATCHED = "unmatched"
+RUNS = "runs already"
+_OWN_OP = "voxfuse::"
+_TRITON = "triton:"
+
+
+def matches(
+    operations: tuple[str, ...],
+    classes: tuple[str, ...],
+    signature: tuple[TensorSignature, ...],
+    stack: str,
+    fusions: Iterable[Fusion] | None = None,
+) -> tuple[str, ...]:
+    """Names of the fusions of a stack (of all for "") that replace a part of a chain in a module of these classes."""
+    candidates = FUSIONS.values() if fusions is None else fusions
+    return tuple(
+        fusion.name
+        for fusion in candidates
+        if (not stack or stack in fusion.stacks)
+        and any(_fits(pattern, operations, classes, signature) for pattern in fusion.patterns)
+    )
+
+
+def own_kernels(operations: tuple[str, ...]) -> tuple[str, ...]:
+    """The voxfuse kernels (files) that a chain runs."""
+    launched = {_function(name) for name in operations}
+    found = [kernel for kernel, functions in _own_functions().items() if functions & launched]
+    found += [name[len(_OWN_OP) :] for name in operations if name.startswith(_OWN_OP)]
+    return tuple(dict.fromkeys(found))
+
+
+def running(operations: tuple[str, ...], stack: str) -> tuple[str, ...]:
+    """The fusions of a stack that use those kernels."""
+    kernels = set(own_kernels(operations))
+    return tuple(
+        fusion.name
+        for fusion in FUSIONS.values()
+        if (not stack or stack in fusion.stacks) and kernels & {*fusion.kernels, fusion.name}
+    )
+
+
+def foreign_kernels(operations: tuple[str, ...]) -> tuple[str, ...]:
+    """Triton kernels of somebody else in a chain; Inductor's count as such."""
+    own = set().union(*_own_functions().values())
+    triton = [name for name in operations if name.startswith((_TRITON, "kernel:triton_"))]
+    return tuple(dict.fromkeys(name.partition(":")[2] for name in triton if _function(name) not in own))
+
+
+def _fits(
+    pattern: FusionPattern,
+    operations: tuple[str, ...],
+    classes: tuple[str, ...],
+    signature: tuple[TensorSignature, ...],
+) -> bool:
+    wanted = pattern.operations
+    if not any(operations[at : at + len(wanted)] == wanted for at in range(len(operations) - len(wanted) + 1)):
+        return False
+    if pattern.modules and classes and not set(pattern.modules) & set(classes):
+        return False
+    if not signature:
+        return True
+    first = signature[0]
+    return (not pattern.ranks or len(first.shape) in pattern.ranks) and (
+        not pattern.dtypes or first.dtype in pattern.dtypes
+    )
+
+
+def _function(name: str) -> str:
+    return name.partition(":")[2] if name.startswith((_TRITON, "kernel:")) else ""
+
+
+@functools.cache
+def _own_functions() -> dict[str, frozenset[str]]:
+    """The names of voxfuse's Triton functions by kernel file, read from the sources: Triton may be absent."""
+    folder = Path(__file__).parents[1] / "kernels"
+    found = {}
+    for file in sorted(folder.glob("*.py")):
+        functions = frozenset(
+            node.name
+            for node in ast.parse(file.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.FunctionDef)
+            and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        )
+        if functions and not file.stem.startswith("_"):
+            found[file.stem] = functions
+    return found
