@@ -32,7 +32,7 @@ from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.kernels.istft import istft_polar
 from voxfuse.kernels.mean_act import mean_act
 from voxfuse.kernels.stft import stft_polar
-from voxfuse.records import Fusion
+from voxfuse.records import Fusion, FusionPattern
 
 DECODER_GRAPH = Fusion(
     name="decoder_graph",
@@ -41,6 +41,7 @@ DECODER_GRAPH = Fusion(
     contract="same-precision",
     envelope="fp32 on a CUDA GPU, inference without autocast, 1 to 8 rows, 2 to 2048 frames, buckets captured before",
     kernels=("adain", "conv1d", "moments", "adain_channels_last", "mean_act", "stft", "istft"),
+    patterns=(FusionPattern(modules=("Decoder",)),),
 )
 BUCKETS = Buckets(shortest=2)  # of one frame AdaIN has no variance: upstream refuses it
 MEMORY_CAP_BYTES = 4 * 2**30  # for each decoder

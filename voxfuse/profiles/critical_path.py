@@ -50,7 +50,8 @@ class _Walk:
         self._first, self._last = window
         self._begin, self._end = trace.device.begin.tolist(), trace.device.end.tolist()
         self._call = joined.call.tolist()
-        self._call_lane, self._call_end = trace.calls["lane"].tolist(), trace.calls.end.tolist()
+        self._call_lane = trace.calls["lane"].tolist()
+        self._call_begin, self._call_end = trace.calls.begin.tolist(), trace.calls.end.tolist()
         self._device = trace.device["device"].tolist()
         self._by_end: dict[int, tuple[list[float], list[int]]] = {}
         for device in np.unique(trace.device["device"]).tolist():
@@ -83,7 +84,8 @@ class _Walk:
             time = min(begin, time)
             call, before = self._call[event], self._before(event, time)
             launched = self._call_end[call] if call != NONE else -np.inf
-            if before != NONE and (self._end[before] > launched):
+            blocks = launched > self._begin[event]  # the call returned later: a copy that waits, or a slow call
+            if before != NONE and self._end[before] > (self._call_begin[call] if blocks else launched):
                 event = before
             elif call != NONE:
                 lane = self._call_lane[call]

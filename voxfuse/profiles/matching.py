@@ -71,9 +71,11 @@ def _fits(
     signature: tuple[TensorSignature, ...],
 ) -> bool:
     wanted = pattern.operations
+    if not wanted and not classes:
+        return False
     if not any(operations[at : at + len(wanted)] == wanted for at in range(len(operations) - len(wanted) + 1)):
         return False
-    if pattern.modules and classes and not set(pattern.modules) & set(classes):
+    if classes and not _in_order(pattern.modules, classes):
         return False
     if not signature:
         return True
@@ -81,6 +83,12 @@ def _fits(
     return (not pattern.ranks or len(first.shape) in pattern.ranks) and (
         not pattern.dtypes or first.dtype in pattern.dtypes
     )
+
+
+def _in_order(wanted: tuple[str, ...], found: tuple[str, ...]) -> bool:
+    """Whether all of the one occur in the other, in its order."""
+    rest = iter(found)
+    return all(name in rest for name in wanted)
 
 
 def _function(name: str) -> str:

@@ -52,12 +52,13 @@ class Hotspot(Document, frozen=True, kw_only=True, tag="hotspot"):
 class FusionPattern(Record, frozen=True, kw_only=True):
     """How a hotspot that a fusion replaces looks in a profile of the untouched stack.
 
-    ``operations`` must occur in this order, one right after the other, in the hotspot's chain. ``modules`` are classes
-    of upstream, of which the hotspot's module or one that it is in must be one; empty: any. ``ranks`` and ``dtypes``
-    bound the first tensor (its shape class); empty: any. What a trace does not tell, such as shapes, refutes nothing.
+    ``operations`` must occur in this order, one right after the other, in the hotspot's chain; empty: everything in
+    the modules. ``modules`` are upstream's classes, outermost first, that the hotspot's module must be inside of, or be
+    itself; empty: any. ``ranks`` and ``dtypes`` bound the first tensor (its shape class); empty: any. What a trace does
+    not tell, such as shapes, refutes nothing.
     """
 
-    operations: tuple[str, ...]
+    operations: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ()
