@@ -1,5 +1,6 @@
-"""GPU traces made by hand: a host that dispatches and launches, streams that run, in the fields that torch 2.11 and 2.13
-write. The simulation's own clocks are what tests compare the analysis with."""
+"""GPU traces made by hand: a host that dispatches and launches, streams that run, with torch 2.11's and 2.13's fields.
+
+The simulation's own clocks are what tests compare the analysis with."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 
 LATENCY_US = 3.0  # from the begin of a launch call to the kernel's begin on an idle stream
 LAUNCH_US = 4.0  # the launch call itself
+MARK_US = 0.01  # what opening a range takes: nested ones never begin at once
 PID, TID = 4000, 4001
 
 
@@ -37,11 +39,14 @@ class GpuTrace:
     @contextlib.contextmanager
     def mark(self, name: str, cat: str = "user_annotation") -> Iterator[None]:
         begin = self.now
+        self.now += MARK_US
         yield
         self.add(cat, name, begin, self.now - begin, **{"External id": 1})
 
     @contextlib.contextmanager
-    def op(self, name: str, before: float = 6.0, after: float = 2.0, dims: Any = None, types: Any = None) -> Iterator[None]:
+    def op(
+        self, name: str, before: float = 6.0, after: float = 2.0, dims: Any = None, types: Any = None
+    ) -> Iterator[None]:
         """An operation that dispatches for a while, does what is in the block, and returns."""
         begin = self.now
         self.now += before

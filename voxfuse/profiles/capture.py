@@ -76,7 +76,8 @@ def marked(model: nn.Module, stages: Sequence[Stage] = ()) -> Iterator[None]:
     paths = dict(model.named_modules())
     unknown = [stage.module for stage in stages if stage.module and stage.module not in paths]
     if unknown:
-        raise ValueError(f"{type(model).__name__} has no module {', '.join(unknown)}: the driver's stages do not fit it")
+        name = type(model).__name__
+        raise ValueError(f"{name} has no module {', '.join(unknown)}: the driver's stages do not fit it")
     stage_of = {stage.module: stage.name for stage in stages if stage.module}
     opaque = [
         f"{path}." if path else ""

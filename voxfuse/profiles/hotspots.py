@@ -12,6 +12,7 @@ from voxfuse.profiles.critical_path import Path
 from voxfuse.profiles.intervals import Intervals, totals
 from voxfuse.profiles.join import Joined
 from voxfuse.profiles.nesting import NONE, PYTHON, STATES, Timeline
+from voxfuse.profiles.operations import GRAPH_LAUNCH
 from voxfuse.records import Hotspot
 from voxfuse.records.profile import ceiling
 
@@ -185,6 +186,8 @@ def _match(key: Key, signature: tuple, stack: str, gain: float, noise: float) ->
         return (), f"{matching.DEFERRED} ({', '.join(foreign)})"
     if gain <= 1 + noise:
         return (), matching.BELOW_NOISE
+    if all(GRAPH_LAUNCH.match(name) for name in key.operations):
+        return (), matching.GRAPH
     return (), f"{matching.UNMATCHED}: {' + '.join(key.operations)}"
 
 

@@ -17,6 +17,7 @@ from voxfuse.records import Fusion, FusionPattern, TensorSignature
 BELOW_NOISE = "no fusion: below noise"
 DEFERRED = "deferred: stack has its own"
 UNMATCHED = "unmatched"
+GRAPH = "no fusion: launch of a captured graph"
 RUNS = "runs already"
 _OWN_OP = "voxfuse::"
 _TRITON = "triton:"

@@ -120,7 +120,7 @@ class NvmlSampler:
         return {name: sum(values) / len(values) for name, values in figures.items()}
 
     def throttled(self, begin: float, end: float) -> dict[str, float]:
-        """The share of samples between two times at which each reason lowered the clocks; reasons never seen left out."""
+        """The share of samples between two times at which each reason lowered the clocks, of those that were seen."""
         taken = [sample for sample in self.samples if begin <= sample.at <= end]
         shares = {name: sum(bool(sample.reasons & bit) for sample in taken) for bit, name in REASONS.items()}
         return {name: count / len(taken) for name, count in shares.items() if count}

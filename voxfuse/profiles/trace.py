@@ -43,24 +43,26 @@ class Span:
     """Columns of events: begin and end in µs, and integers; numpy arrays once read."""
 
     def __init__(self, *columns: str) -> None:
-        self._begin, self._end = array("d"), array("d")
-        self._integers = {column: array("q") for column in columns}
+        self._columns = columns
+        self._times, self._rows = array("d"), array("q")
         self.begin = self.end = np.empty(0)
+        self._table = np.empty((0, len(columns)), dtype=np.int64)
 
     def add(self, begin: float, end: float, *values: int) -> None:
-        self._begin.append(begin)
-        self._end.append(end)
-        for column, value in zip(self._integers.values(), values, strict=True):
-            column.append(value)
+        self._times.extend((begin, end))
+        self._rows.extend(values)
 
     def close(self) -> None:
-        self.begin, self.end = np.frombuffer(self._begin), np.frombuffer(self._end)
+        """End the reading: from here on there are numpy arrays."""
+        times = np.frombuffer(self._times).reshape(-1, 2)
+        self.begin, self.end = times[:, 0].copy(), times[:, 1].copy()
+        self._table = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, len(self._columns))
 
     def __len__(self) -> int:
-        return len(self._begin)
+        return len(self._times) // 2
 
     def __getitem__(self, column: str) -> np.ndarray:
-        return np.frombuffer(self._integers[column], dtype=np.int64)
+        return self._table[:, self._columns.index(column)]
 
 
 class Trace:
