@@ -33,8 +33,8 @@ SHAPES = (
 LAUNCH = '"External id": {n},"cbid": 211, "correlation": {n}'
 KERNEL = (
     '"External id": {n},"queued": 0, "device": 0, "context": 1, "stream": 7, "correlation": {n}, '
-    '"registers per thread": 32, "shared memory": 0, "blocks per SM": 15.5, "warps per SM": 62, "grid": [2048, 1, 1], "block": [128, 1, 1], '
-    '"est. achieved occupancy %": 97'
+    '"registers per thread": 32, "shared memory": 0, "blocks per SM": 15.5, "warps per SM": 62, '
+    '"grid": [2048, 1, 1], "block": [128, 1, 1], "est. achieved occupancy %": 97'
 )
 HEAD = '{\n  "schemaVersion": 1,\n  "deviceProperties": [],\n  "displayTimeUnit": "ms",\n  "traceEvents": ['
 TAIL = '\n  ],\n  "traceName": "big.json"\n}\n'
