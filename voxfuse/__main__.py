@@ -94,6 +94,32 @@ def gate(context: typer.Context) -> None:
     command(context.args, prog_name="voxfuse gate")
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def hotspots(context: typer.Context) -> None:
+    """Rank what profiled processes spend time on by what fusing it could give. ``--help`` lists the options."""
+    from voxfuse.profiles.command import hotspots
+
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(hotspots)
+    command(context.args, prog_name="voxfuse hotspots")
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def profile(context: typer.Context) -> None:
+    """Profile a stack, or any command, and rank its hotspots. ``voxfuse profile --help`` lists the options."""
+    from voxfuse.e2e.profile_command import profile
+
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(profile)
+    command(context.args, prog_name="voxfuse profile")
+
+
 def main() -> None:
     """Entry point of the ``voxfuse`` command."""
     try:

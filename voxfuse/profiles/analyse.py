@@ -23,6 +23,7 @@ from voxfuse.records import ProcessProfile, StageTime
 from voxfuse.records.profile import ceiling
 
 NOISE = 0.01  # of end-to-end time; what a gate can tell apart lies above it
+BINS = 300  # of a timeline
 COPY, QUEUE, BUBBLES = "copy", "queue", "bubbles"
 
 
@@ -94,6 +95,7 @@ def analyse(
         launches=launches(joined),
         events=events(joined),
         hotspots=hotspots,
+        timeline=_timeline(joined, spans, components, window),
         notes=tuple(note for note in (*notes(joined, busy.total / wall, mapping is not None), rest) if note),
     )
 
@@ -125,6 +127,29 @@ def _spans(joined: Joined, window: tuple[float, float]) -> Spans:
     exclusive = np.zeros(len(order))
     exclusive[order] = newly_covered(begin, end)
     return Spans(exclusive, _contexts(joined))
+
+
+def _timeline(
+    joined: Joined, spans: Spans, components: Mapping[str, str], window: tuple[float, float]
+) -> dict[str, tuple[float, ...]]:
+    """The busy share of each bin of the window by component."""
+    edges = np.linspace(*window, BINS + 1)
+    by_context = [component_of(context.stage, components) for context in joined.nesting.contexts]
+    component = np.array(by_context)[spans.context]
+    if len(joined.trace.device):
+        begin, end = joined.trace.device.begin, joined.trace.device.end
+        component = np.where(joined.trace.device["kind"] == KERNEL, component, COPY)
+    else:
+        timeline = joined.nesting.timelines[busiest_lane(joined)]
+        working = timeline.state != PYTHON
+        begin = timeline.times[working]
+        end = np.concatenate([timeline.times[1:], [window[1]]])[working]
+    shares = {}
+    for name in np.unique(component).tolist():
+        rows = component == name
+        covered = Intervals(begin[rows], end[rows], window).measure(edges[:-1], edges[1:])
+        shares[name] = tuple(np.round(covered / np.diff(edges), 4).tolist())
+    return shares
 
 
 def _contexts(joined: Joined) -> np.ndarray:

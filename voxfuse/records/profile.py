@@ -112,7 +112,8 @@ class ProcessProfile(Record, frozen=True, kw_only=True):
     ``tree`` adds up to ``wall_us``: the GPU-busy time of each component, ``copy``, ``bubbles`` (the GPU idles) and
     ``queue`` (no request is under way). ``bubbles`` splits those by what the host did, ``path`` the critical path by
     what it consists of. ``launches`` counts the calls that put work on a device. ``events`` says how many events were
-    read and how they were joined. ``steps`` are requests, or None where none are marked.
+    read and how they were joined. ``steps`` are requests, or None where none are marked. ``timeline`` has, per
+    component and for copies, the busy share of each of so many equal parts of the window.
     """
 
     trace: str
@@ -128,14 +129,16 @@ class ProcessProfile(Record, frozen=True, kw_only=True):
     events: dict[str, int]
     hotspots: tuple[Hotspot, ...]
     notes: tuple[str, ...] = ()
+    timeline: dict[str, tuple[float, ...]] = {}
 
 
 class HotspotReport(Document, frozen=True, kw_only=True, tag="hotspot-report"):
     """What ``voxfuse profile`` and ``voxfuse hotspots`` found; processes run beside each other and are not added up.
 
     ``noise`` is the share below which a gain cannot be told from noise. ``overhead`` compares the same work with and
-    without the profiler (wall seconds and their ratio) and ``samples`` are NVML means while it ran; both are empty for
-    traces of others.
+    without the profiler (wall seconds and their ratio). ``samples`` are NVML means while it ran, ``throttled`` the
+    share of samples at which each reason lowered the clocks, ``series`` the samples themselves (``at_s`` counts from
+    the first request). All are empty for traces of others.
     """
 
     stack: str
@@ -146,6 +149,7 @@ class HotspotReport(Document, frozen=True, kw_only=True, tag="hotspot-report"):
     overhead: dict[str, float] = {}
     samples: dict[str, float] = {}
     throttled: dict[str, float] = {}
+    series: dict[str, tuple[float, ...]] = {}
 
 
 def ceiling(share: float) -> float:
