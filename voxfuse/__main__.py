@@ -12,7 +12,9 @@ import traceback
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
+import typer.core
 
 from voxfuse._version import VERSION
 
@@ -28,6 +30,14 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+class _Verbatim(typer.core.TyperCommand):
+    """Leaves its arguments as they are, ``--`` included, for a command that is loaded only when it is called."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return ctx.args
 
 
 def _version(asked: bool) -> None:
@@ -94,10 +104,7 @@ def gate(context: typer.Context) -> None:
     command(context.args, prog_name="voxfuse gate")
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command(cls=_Verbatim, add_help_option=False)
 def hotspots(context: typer.Context) -> None:
     """Rank what profiled processes spend time on by what fusing it could give. ``--help`` lists the options."""
     from voxfuse.profiles.command import hotspots
@@ -107,10 +114,7 @@ def hotspots(context: typer.Context) -> None:
     command(context.args, prog_name="voxfuse hotspots")
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command(cls=_Verbatim, add_help_option=False)
 def profile(context: typer.Context) -> None:
     """Profile a stack, or any command, and rank its hotspots. ``voxfuse profile --help`` lists the options."""
     from voxfuse.e2e.profile_command import profile

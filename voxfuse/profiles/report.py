@@ -24,13 +24,18 @@ class ReportUnavailable(RuntimeError):
     """The page cannot be drawn; the message says what to install."""
 
 
+def require_plots() -> None:
+    """Raise ReportUnavailable, with what to install, where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ReportUnavailable("report.html needs matplotlib: pip install 'voxfuse[profile]'")
+
+
 def write_report(report: HotspotReport, folder: Path) -> tuple[Path, Path]:
     """Write both files into a folder and return their paths; files of an earlier profile are replaced.
 
     Raises ReportUnavailable where matplotlib is missing, before anything is written.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ReportUnavailable("report.html needs matplotlib: pip install 'voxfuse[profile]'")
+    require_plots()
     folder.mkdir(parents=True, exist_ok=True)
     data, page = folder / "hotspots.json", folder / "report.html"
     data.write_bytes(to_json(report))
