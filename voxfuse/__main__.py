@@ -10,9 +10,8 @@ import json
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 import typer.core
 
@@ -35,7 +34,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 class _Verbatim(typer.core.TyperCommand):
     """Leaves its arguments as they are, ``--`` included, for a command that is loaded only when it is called."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = list(args)
         return ctx.args
 

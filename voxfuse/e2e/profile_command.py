@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import statistics
 import subprocess
@@ -32,6 +33,7 @@ from voxfuse.profiles.tables import SHOWN
 from voxfuse.records import HotspotReport
 
 SEED = 0
+STDERR = 2  # what a command prints goes there: stdout is for the report
 PLAIN_ROUNDS = 2  # before and after the profiled one, without a profiler
 MENDABLE = (WeightsMissing, PatchError, ImportError)
 
@@ -109,7 +111,7 @@ def _speak(
     device = torch.device(device_name)
     _say(f"loading {name} on {device}")
     stack.load(device_name, model_dir)
-    requests: list[Request] = [(text.id, lambda text=text: stack.synthesize(text, SEED)) for text in texts]
+    requests: list[Request] = [(text.id, functools.partial(stack.synthesize, text, SEED)) for text in texts]
     stages = _stages(stack)
     with _patches(stack, patched, backend or ("triton" if device.type == "cuda" else "reference")):
         _say(f"warming up on {len(texts)} texts")
@@ -169,7 +171,7 @@ def _run(command: Sequence[str], folder: Path, skip_s: float, record_s: float) -
         old.unlink()
     with tempfile.TemporaryDirectory(prefix="voxfuse-profile-") as ours:
         environment = follow.environment(folder, Path(ours), skip_s, record_s, os.environ)
-        process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
+        process = subprocess.Popen(command, env=environment, stdout=STDERR)
         try:
             status = process.wait()
         except KeyboardInterrupt:  # the command has it too; a server ends by it, with its trace written

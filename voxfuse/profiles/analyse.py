@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -67,7 +67,8 @@ def analyse(
     spans = _spans(joined, window)
     busy = Intervals(trace.device.begin, trace.device.end, window) if len(trace.device) else _host_busy(joined, window)
     requests = joined.nesting.requests
-    asked = Intervals(*np.array(requests).T, window) if requests else Intervals(*_ends(window), window)
+    begins, ends = zip(*(requests or [window]), strict=True)
+    asked = Intervals(np.array(begins), np.array(ends), window)
     gaps = busy.gaps(window)
     bubbles = gaps.within(asked)
     idle = _host_time(joined, _idle_per_lane(joined, bubbles))
@@ -218,13 +219,10 @@ def _stages(
 ) -> tuple[tuple[StageTime, ...], dict[str, float]]:
     """Every stage's share of time, and its µs on the critical path."""
     trace, names = joined.trace, [context.stage for context in joined.nesting.contexts]
-    gpu: Counter[str] = Counter()
-    copy: Counter[str] = Counter()
-    on_path: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
+    gpu, copy, on_path, launches = (defaultdict[str, float](float) for _ in range(4))
     waits: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
-    def add(counter: Counter[str], context: np.ndarray, values: np.ndarray) -> None:
+    def add(counter: dict[str, float], context: np.ndarray, values: np.ndarray) -> None:
         for number, value in enumerate(np.bincount(context, values, minlength=1).tolist()):
             if value:
                 counter[names[number]] += value

@@ -58,9 +58,10 @@ def present(report: HotspotReport, as_json: bool, top: int) -> None:
 @contextlib.contextmanager
 def errors(command: str, more: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """What the user can mend ends with a message and status 2; faults of ours keep their traceback."""
+    mendable: tuple[type[Exception], ...] = (*MENDABLE, *more)
     try:
         yield
-    except (*MENDABLE, *more) as error:
+    except mendable as error:
         print(f"voxfuse {command}: {error}", file=sys.stderr)
         raise typer.Exit(USAGE_OR_ENVIRONMENT) from error
     except KeyboardInterrupt:

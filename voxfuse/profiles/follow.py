@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import json
 import os
 import sys
@@ -96,7 +97,7 @@ def _record(path: Path, seconds: float, finish: threading.Event) -> None:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         activities.append(ProfilerActivity.CUDA)
-    _prepare(profile, finish)
+    _prepare(finish)
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(
         activities=activities, record_shapes=True, acc_events=True, experimental_config=every_thread
@@ -113,27 +114,37 @@ def _record(path: Path, seconds: float, finish: threading.Event) -> None:
     unfinished.replace(path)
 
 
-def _prepare(profile: Any, finish: threading.Event) -> None:
+def _prepare(finish: threading.Event) -> None:
     """Let Kineto set itself up, which it does only on the thread that imported torch: the main one, as a rule.
 
-    Python runs the call there between two bytecodes, so a main thread that waits in C delays it. Raises TimeoutError.
+    Python runs the call there between two bytecodes, so a main thread that waits in C delays it. The call also imports
+    what torch.profiler imports once it has started, for seconds; imports from a second thread break those of the main
+    one. Raises TimeoutError, or what went wrong there.
     """
-    from torch.profiler import ProfilerActivity
-
     done = threading.Event()
+    faults: list[BaseException] = []
 
     def set_up(_: Any) -> int:
-        with profile(activities=[ProfilerActivity.CPU]):
-            done.set()
+        try:
+            importlib.import_module("torch._inductor.config")
+            with importlib.import_module("torch.autograd.profiler").profile():
+                pass
+        except BaseException as error:
+            faults.append(error)
+        done.set()  # not before the profiler's end: there is one in a process
         return 0
 
     call = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(set_up)
+    _kept.append(call)  # Python may run it late
     ctypes.pythonapi.Py_AddPendingCall(call, None)
     until = time.monotonic() + MAIN_THREAD_S
     while not done.wait(POLL_S):
         if time.monotonic() > until or finish.is_set():
-            _kept.append(call)  # Python may still run it
-            raise TimeoutError(f"its main thread ran no Python for {MAIN_THREAD_S:g} s: profile it under load")
+            raise TimeoutError(
+                f"its main thread ran no Python for {MAIN_THREAD_S:g} s, or ended: profile it under load"
+            )
+    if faults:
+        raise faults[0]
 
 
 def _mark_modules(torch: Any) -> tuple[Any, Any]:
