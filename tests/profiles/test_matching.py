@@ -58,6 +58,7 @@ def test_names():
     assert not is_library_kernel("void at::native::convert_kernel")
     assert is_view("aten::transpose") and not is_view("aten::add")
     assert is_unsteady("cudaStreamBeginCapture") and not is_unsteady("cudaStreamIsCapturing")
+    assert not is_unsteady("cudaThreadExchangeStreamCaptureMode")  # torch's allocator, in every eager trace
     assert not is_unsteady("cudaGraphLaunch") and not is_unsteady("Torch-Compiled Region: 0/0")
     elementwise = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, char*>(int)"
     assert short("aten::mul") == "mul" and short(elementwise).startswith("vectorized_elementwise_kernel")

@@ -21,18 +21,18 @@ _VIEW = re.compile(
     r"detach_|view_as|movedim|mT|swapaxes|diagonal|real|imag|view_as_real|view_as_complex|lift_fresh|contiguous|to|"
     r"_to_copy|type_as|empty|empty_like|empty_strided|new_empty|new_empty_strided|resize_|set_|item|"
     r"_local_scalar_dense|is_nonzero|result_type|can_cast|size|numel|stride|is_.*|resolve_conj|resolve_neg|"
-    r"_conj|_nnpack_available|dropout|random_)$|^(detach|inductor::_reinterpret_tensor)$"
+    r"_conj|_nnpack_available|dropout)$|^(detach|inductor::_reinterpret_tensor)$"
 )
 _MOVES = frozenset({"aten::copy_", "aten::clone"})
 _SYNC = re.compile(r"^(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize$|^(cuda|hip)Memcpy$")
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset")
 GRAPH_LAUNCH = re.compile(r"^(cuda|cu|hip)GraphLaunch")
 _CAPTURE = re.compile(
-    r"^(cuda|cu|hip)(Stream(Begin|End)Capture|GraphInstantiate|GraphExecUpdate|ModuleLoad|LibraryLoad|ThreadExchange)"
+    r"^(cuda|cu|hip)(Stream(Begin|End)Capture|GraphInstantiate|ModuleLoad|LibraryLoad)"
 )
 _COMPILES = re.compile(
     r"\(dynamo_timed\)|^_compile\b|^(entire_frame_compile|backend_compile|compile_fx|compile_inner|"
-    r"async_compile|CachingAutotuner\.|triton_autotune)|cudagraph(ify|_capture)|torch\.compile"
+    r"async_compile|CachingAutotuner\.|triton_autotune)|cudagraph(ify|_capture)"
 )
 
 
