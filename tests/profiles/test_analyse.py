@@ -4,6 +4,7 @@ import pytest
 from gpu_trace import LATENCY_US, LAUNCH_US, GpuTrace, union_us
 
 from voxfuse.profiles.analyse import analyse_files
+from voxfuse.profiles.tables import next_kernel
 from voxfuse.profiles.trace import TraceError
 from voxfuse.records import HotspotReport, from_json, to_json
 
@@ -212,3 +213,21 @@ def test_latency_of_a_launch_is_counted_once(tmp_path):
     assert process.wall_us == pytest.approx(6 + LATENCY_US + 100 + 1)
     assert process.path["kernels and copies"] == pytest.approx(100)
     assert process.path["host: dispatch"] == pytest.approx(6)
+
+
+def test_the_next_kernel_to_write_is_one_that_would_help(tmp_path):
+    trace = GpuTrace()
+    for _ in range(20):
+        with trace.mark("voxfuse module: text|Text"):
+            trace.kernel("aten::cos", "cos", 2)  # the host takes six times as long
+            trace.sync()
+    for _ in range(4):
+        with trace.mark("voxfuse module: flow|Flow"):
+            trace.kernel("aten::tanh", "tanh", 60)
+        with trace.mark("voxfuse module: bigvgan|Snake"):
+            trace.triton("snake_fwd", 90)
+    trace.sync()
+    process = analysed(trace, tmp_path)
+    assert process.hotspots[0].operation == "triton:snake_fwd" and process.hotspots[0].reason.startswith("deferred")
+    assert hotspot(process, "cos").critical_path_share > hotspot(process, "tanh").critical_path_share
+    assert next_kernel(process) == hotspot(process, "tanh")

@@ -1,8 +1,11 @@
 """Graph replays: joined with a mapping trace by kernel name and order."""
 
+import time
+
 from gpu_trace import GpuTrace
 
 from voxfuse.profiles.analyse import analyse_files
+from voxfuse.profiles.marks import general
 
 LAYERS = [  # module, class, and its operations with the kernel of each
     ("talker.layers.0.norm", "RMSNorm", [("aten::pow", "pow_kernel"), ("aten::mean", "mean_kernel")]),
@@ -95,3 +98,43 @@ def test_modules_of_a_trace_with_stacks_become_a_path(tmp_path):
     [found] = process.hotspots
     assert (found.module, found.module_class) == ("Decoder/AdaINResBlock1/AdaIN1d", "AdaIN1d")
     assert found.fusions == ("adain_snake",)
+
+
+def test_a_writer_that_numbers_nothing_costs_no_time(tmp_path):
+    trace = GpuTrace()
+    for _ in range(30_000):
+        trace.kernel("aten::mul", "mul_kernel", 5)
+    trace.sync()
+    for event in trace.events:
+        if "correlation" in event.get("args", {}):
+            event["args"]["correlation"] = 0
+    path = trace.write(tmp_path / "a.json", indent=None)
+    begin = time.process_time()
+    [process] = analyse_files([path])
+    assert time.process_time() - begin < 20
+    assert process.events["with their launch"] == 30_000
+
+
+def test_many_replays_of_a_large_graph_are_looked_up_once(tmp_path):
+    mapping = GpuTrace()
+    for layer in range(200):
+        with mapping.mark(f"voxfuse module: layers.{layer}|Layer"):
+            for kernel in ("a", "b", "c", "d", "e"):
+                mapping.kernel(f"aten::{kernel}", f"{kernel}_kernel", 5)
+    mapping.sync()
+    formal = replays([(f"{kernel}_kernel", 5.0) for kernel in "abcde"] * 200, count=50)
+    begin = time.process_time()
+    [process] = analyse_files(
+        [formal.write(tmp_path / "formal.json", None)], mapping=mapping.write(tmp_path / "mapping.json", None)
+    )
+    assert time.process_time() - begin < 20
+    assert process.events["replays joined with the mapping"] == 50_000
+    [found] = [item for item in process.hotspots if item.module == "layers.*"]
+    assert found.operations == ("a", "b", "c", "d", "e") and found.calls == 50 * 200
+
+
+def test_identifiers_in_annotations_do_not_split_stages():
+    assert general("request 7f3a9c10 step 12") == general("request 12345678 step 9") == "request * step *"
+    assert general("request 550e8400-e29b-41d4-a716-446655440000") == "request *"
+    assert general("decoder.blocks.12.conv1") == "decoder.blocks.*.conv1"
+    assert general("deadbeef generator") == "deadbeef generator"

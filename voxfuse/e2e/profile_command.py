@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -120,10 +119,8 @@ def _speak(
         _say("recording")
         outer = next((stage.name for stage in stages if not stage.module), None)
         with capture.marked(stack.model, stages), NvmlSampler(current_gpu()) as sampler:
-            capture.run(requests[:1], device, outer)  # the first call with hooks
-            begin = time.perf_counter()
             recording = capture.record(requests, device, folder / "trace.json.gz", outer)
-            end = recording.starts[-1] + recording.walls_s[-1]
+            begin, end = recording.starts[0], recording.starts[-1] + recording.walls_s[-1]
         plain += [sum(capture.run(requests, device).walls_s) for _ in range(PLAIN_ROUNDS)]
     samples = [sample for sample in sampler.samples if begin <= sample.at <= end]
     figures = set.intersection(*(set(sample.values) for sample in samples)) if samples else set()

@@ -97,7 +97,7 @@ def analyse(
         events=events(joined),
         hotspots=hotspots,
         timeline=_timeline(joined, spans, components, window),
-        notes=tuple(note for note in (*notes(joined, busy.total / wall, mapping is not None), rest) if note),
+        notes=(*notes(joined, busy.total / wall, mapping is not None), *rest),
     )
 
 

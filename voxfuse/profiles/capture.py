@@ -53,17 +53,23 @@ def run(requests: Sequence[Request], device: torch.device, stage: str | None = N
 def record(requests: Sequence[Request], device: torch.device, path: Path, stage: str | None = None) -> Recording:
     """Serve requests under torch's profiler and write the trace (``.json`` or ``.json.gz``).
 
-    Everything must have run before: a trace with compilation in it is refused by the analysis.
+    Everything must have run before: a trace with compilation in it is refused by the analysis. The first request is
+    served once more before, under a profiler whose trace is dropped: in its first session CUPTI allocates its buffers.
     """
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-        torch.cuda.synchronize(device)
-    with profile(activities=activities, record_shapes=True, acc_events=True) as recorded:
+    with _profiler(device):
+        run(requests[:1], device, stage)
+    with _profiler(device) as recorded:
         recording = run(requests, device, stage)
     path.parent.mkdir(parents=True, exist_ok=True)
     recorded.export_chrome_trace(str(path))
     return recording
+
+
+def _profiler(device: torch.device) -> profile:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return profile(activities=activities, record_shapes=True, acc_events=True)
 
 
 @contextlib.contextmanager

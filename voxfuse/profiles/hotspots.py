@@ -100,19 +100,22 @@ def find_hotspots(
     busy_us: float,
     stage_path_us: dict[str, float],
     noise: float,
-) -> tuple[tuple[Hotspot, ...], str | None]:
-    """The hotspots of a trace, largest share of the critical path first, and a note about those left out."""
+) -> tuple[tuple[Hotspot, ...], tuple[str, ...]]:
+    """The hotspots of a trace, largest share of the critical path first, and notes about what is left out."""
     groups: dict[Key, list[int]] = {}
     contexts = joined.nesting.contexts
     for number, chain in enumerate(joined.chains):
         context = contexts[chain.context]
         groups.setdefault(Key(context.stage, context.module, context.classes, chain.operations), []).append(number)
     found = []
-    rest = 0.0
+    rest = idle = 0.0
     for key, members in groups.items():
         rows = np.array(members)
         device, on_path = float(sums.device[rows].sum()), float((sums.path_device + sums.path_host)[rows].sum())
-        if not key.operations or max(device / max(busy_us, 1e-9), on_path / wall_us) < LEAST_SHARE:
+        if not key.operations:
+            idle += on_path
+            continue
+        if max(device / max(busy_us, 1e-9), on_path / wall_us) < LEAST_SHARE:
             rest += on_path
             continue
         found.append((on_path, key, rows))
@@ -122,8 +125,14 @@ def find_hotspots(
         _hotspot(joined, sums, key, rows, stack, wall_us, busy_us, stage_path_us, noise)
         for _, key, rows in found[:MOST]
     )
-    note = f"{rest / wall_us:.1%} of the critical path is in chains too small to be listed" if rest else None
-    return hotspots, note
+    return hotspots, tuple(
+        f"{share / wall_us:.1%} of the critical path is in {what}"
+        for share, what in (
+            (rest, "chains too small to be listed"),
+            (idle, "operations that put nothing on the device"),
+        )
+        if share / wall_us > LEAST_SHARE
+    )
 
 
 def _hotspot(

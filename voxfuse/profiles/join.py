@@ -54,21 +54,23 @@ def join(trace: Trace, mapping: Joined | None = None) -> Joined:
 def calls_of(trace: Trace) -> np.ndarray:
     """Per device event the call with its correlation, in ``cuda_runtime`` or ``cuda_driver``, or -1.
 
-    Where several calls have one correlation (files put together from several processes), the last that began before the
-    event; equal ones, as older Kineto wrote them twice, count once.
+    Where several calls have one correlation (files put together from several processes, or a writer that numbers
+    nothing), the last that began before the event.
     """
-    correlation, begin = trace.calls["correlation"], trace.calls.begin
-    order = np.lexsort((begin, correlation))
-    ordered = correlation[order]
-    wanted = trace.device["correlation"]
-    first, last = np.searchsorted(ordered, wanted, "left"), np.searchsorted(ordered, wanted, "right")
-    found = np.full(len(wanted), NONE)
-    single = (last > first) & (wanted != -1)
-    found[single] = order[last[single] - 1]
-    for event in np.nonzero(single & (last - first > 1))[0].tolist():
-        rows = order[first[event] : last[event]]
-        earlier = rows[begin[rows] <= trace.device.begin[event]]
-        found[event] = earlier[-1] if len(earlier) else rows[0]
+    calls, events = len(trace.calls), len(trace.device)
+    correlation = np.concatenate([trace.calls["correlation"], trace.device["correlation"]])
+    begin = np.concatenate([trace.calls.begin, trace.device.begin])
+    order = np.lexsort((np.arange(calls + events), begin, correlation))  # calls before events that begin with them
+    places = np.where(order < calls, np.arange(calls + events), NONE)
+    before, behind = np.maximum.accumulate(places), np.full(calls + events, calls + events - 1)
+    behind[places != NONE] = places[places != NONE]
+    behind = np.minimum.accumulate(behind[::-1])[::-1]
+    found = np.full(events, NONE)
+    for nearest in (behind, before):  # a call behind its event, by clocks that disagree, counts where none is before
+        call = order[np.maximum(nearest, 0)]
+        fits = (call < calls) & (correlation[call] == correlation[order]) & (nearest != NONE) & (order >= calls)
+        found[order[fits] - calls] = call[fits]
+    found[trace.device["correlation"] == -1] = NONE
     return found
 
 
@@ -175,10 +177,18 @@ class Library:
         order = known[np.argsort(trace.calls.begin[mapping.call[known]], kind="stable")]
         self._chains = mapping.chain[order].tolist()
         self._places: dict[str, list[int]] = {}
+        self._known: dict[tuple[str, ...], dict[int, int]] = {}  # replays of one graph are alike
         for place, name in enumerate(trace.device["name"][order].tolist()):
             self._places.setdefault(trace.names[name], []).append(place)
 
     def find(self, names: list[str]) -> dict[int, int]:
+        """Where the kernels of a replay come from, looked up once for each sequence of names."""
+        key = tuple(names)
+        if key not in self._known:
+            self._known[key] = self._find(names)
+        return self._known[key]
+
+    def _find(self, names: list[str]) -> dict[int, int]:
         """Position in a replay → chain of the mapping, for kernels that follow each other here as they do there.
 
         From each place where the first kernel of the replay stands in the mapping, every further kernel is looked for

@@ -58,5 +58,6 @@ def enter(name: str, outer: Context) -> Context | None:
 
 
 def general(name: str) -> str:
-    """A path or annotation without its numbers: calls of equal layers and steps belong together."""
+    """A path or annotation without its numbers and identifiers: equal layers, steps and requests belong together."""
+    name = re.sub(r"(?<![A-Za-z0-9])(?=[0-9a-f-]*\d)[0-9a-f-]{8,}(?![A-Za-z0-9])", "*", name)
     return re.sub(r"(?<![A-Za-z])\d+", "*", name)

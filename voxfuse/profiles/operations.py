@@ -27,9 +27,7 @@ _MOVES = frozenset({"aten::copy_", "aten::clone"})
 _SYNC = re.compile(r"^(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize$|^(cuda|hip)Memcpy$")
 _LAUNCH = re.compile(r"Launch|Memcpy|Memset")
 GRAPH_LAUNCH = re.compile(r"^(cuda|cu|hip)GraphLaunch")
-_CAPTURE = re.compile(
-    r"^(cuda|cu|hip)(Stream(Begin|End)Capture|GraphInstantiate|ModuleLoad|LibraryLoad)"
-)
+_CAPTURE = re.compile(r"^(cuda|cu|hip)(Stream(Begin|End)Capture|GraphInstantiate|ModuleLoad|LibraryLoad)")
 _COMPILES = re.compile(
     r"\(dynamo_timed\)|^_compile\b|^(entire_frame_compile|backend_compile|compile_fx|compile_inner|"
     r"async_compile|CachingAutotuner\.|triton_autotune)|cudagraph(ify|_capture)"

@@ -26,9 +26,13 @@ COLOURS = {
 
 def tree(process: ProcessProfile) -> bytes:
     """T_total as one bar per branch, bubbles split by cause."""
-    rows = [(name, ms, share, COLOURS.get(name, "#888888")) for name, ms, share in tree_rows(process)]
     total = process.wall_us
-    rows += [(f"  bubbles: {k}", v / 1e3, v / total, "#dddddd") for k, v in process.bubbles.items() if v > 0]
+    rows = []
+    for name, ms, share in tree_rows(process):
+        rows.append((name, ms, share, COLOURS.get(name, "#888888")))
+        if name == "bubbles":
+            causes = sorted(process.bubbles.items(), key=lambda item: -item[1])
+            rows += [(f"of it {cause}", us / 1e3, us / total, "#dddddd") for cause, us in causes if us > 0]
     figure, axes = _figure(8, 0.4 * len(rows) + 1.2)
     rows.reverse()
     axes.barh([row[0] for row in rows], [row[1] for row in rows], color=[row[3] for row in rows])

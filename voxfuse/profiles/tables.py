@@ -54,8 +54,9 @@ def fusion_rows(hotspots: Iterable[Hotspot]) -> list[tuple[str, int, float, floa
 
 
 def next_kernel(process: ProcessProfile) -> Hotspot | None:
-    """The most promising hotspot that no fusion matches and nobody else has a kernel for."""
-    return next((item for item in process.hotspots if (item.reason or "").startswith("unmatched")), None)
+    """The most promising hotspot that no fusion matches, nobody else has a kernel for, and a kernel would help."""
+    unmatched = (item for item in process.hotspots if (item.reason or "").startswith("unmatched"))
+    return next((item for item in unmatched if item.advice is None), None)
 
 
 def outcome(hotspot: Hotspot) -> str:
