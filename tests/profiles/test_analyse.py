@@ -217,7 +217,7 @@ def test_latency_of_a_launch_is_counted_once(tmp_path):
 
 def test_the_next_kernel_to_write_is_one_that_would_help(tmp_path):
     trace = GpuTrace()
-    for _ in range(20):
+    for _ in range(40):
         with trace.mark("voxfuse module: text|Text"):
             trace.kernel("aten::cos", "cos", 2)  # the host takes six times as long
             trace.sync()
