@@ -225,7 +225,7 @@ def test_the_next_kernel_to_write_is_one_that_would_help(tmp_path):
         with trace.mark("voxfuse module: flow|Flow"):
             trace.kernel("aten::tanh", "tanh", 60)
         with trace.mark("voxfuse module: bigvgan|Snake"):
-            trace.triton("snake_fwd", 90)
+            trace.triton("snake_fwd", 300)
     trace.sync()
     process = analysed(trace, tmp_path)
     assert process.hotspots[0].operation == "triton:snake_fwd" and process.hotspots[0].reason.startswith("deferred")
