@@ -20,6 +20,7 @@ UNMATCHED = "unmatched"
 GRAPH = "no fusion: launch of a captured graph"
 RUNS = "runs already"
 _OWN_OP = "voxfuse::"
+_NOT_THE_STACKS = ("aten::", "prims::", "c10d::", "profiler::", "inductor::", "torch::")
 _TRITON = "triton:"
 
 
@@ -42,10 +43,8 @@ def matches(
 
 def own_kernels(operations: tuple[str, ...]) -> tuple[str, ...]:
     """The voxfuse kernels (files) that a chain runs."""
-    launched = {_function(name) for name in operations}
-    found = [kernel for kernel, functions in _own_functions().items() if functions & launched]
-    found += [name[len(_OWN_OP) :] for name in operations if name.startswith(_OWN_OP)]
-    return tuple(dict.fromkeys(found))
+    names = {name if name.startswith(_OWN_OP) else _function(name) for name in operations}
+    return tuple(kernel for kernel, own in _own_names().items() if own & names)
 
 
 def running(operations: tuple[str, ...], stack: str) -> tuple[str, ...]:
@@ -54,15 +53,20 @@ def running(operations: tuple[str, ...], stack: str) -> tuple[str, ...]:
     return tuple(
         fusion.name
         for fusion in FUSIONS.values()
-        if (not stack or stack in fusion.stacks) and kernels & {*fusion.kernels, fusion.name}
+        if (not stack or stack in fusion.stacks) and kernels & {*fusion.kernels}
     )
 
 
 def foreign_kernels(operations: tuple[str, ...]) -> tuple[str, ...]:
-    """Triton kernels of somebody else in a chain; Inductor's count as such."""
-    own = set().union(*_own_functions().values())
-    triton = [name for name in operations if name.startswith((_TRITON, "kernel:triton_"))]
-    return tuple(dict.fromkeys(name.partition(":")[2] for name in triton if _function(name) not in own))
+    """Kernels of somebody else in a chain: Triton's (Inductor's count as such) and custom operations."""
+    own = set().union(*_own_names().values())
+    found = []
+    for name in operations:
+        if name.startswith((_TRITON, "kernel:triton_")):
+            found.append(_function(name))
+        elif "::" in name and not name.startswith(("kernel:", *_NOT_THE_STACKS)):
+            found.append(name)
+    return tuple(dict.fromkeys(name for name in found if name not in own))
 
 
 def _fits(
@@ -97,17 +101,20 @@ def _function(name: str) -> str:
 
 
 @functools.cache
-def _own_functions() -> dict[str, frozenset[str]]:
-    """The names of voxfuse's Triton functions by kernel file, read from the sources: Triton may be absent."""
+def _own_names() -> dict[str, frozenset[str]]:
+    """Names of voxfuse's Triton functions and custom operations by kernel file, read from the sources.
+
+    Importing the files instead would need Triton.
+    """
     folder = Path(__file__).parents[1] / "kernels"
     found = {}
-    for file in sorted(folder.glob("*.py")):
-        functions = frozenset(
-            node.name
-            for node in ast.parse(file.read_text(encoding="utf-8")).body
-            if isinstance(node, ast.FunctionDef)
-            and any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-        )
-        if functions and not file.stem.startswith("_"):
-            found[file.stem] = functions
+    for file in sorted(folder.glob("[a-z]*.py")):
+        names = set()
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("fused_op"):
+                    names.add(_OWN_OP + ast.literal_eval(decorator.args[0]))
+                elif "jit" in ast.unparse(decorator):
+                    names.add(node.name)  # type: ignore[attr-defined]
+        found[file.stem] = frozenset(names)
     return found
