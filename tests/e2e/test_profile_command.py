@@ -70,7 +70,11 @@ def test_a_command_is_profiled_without_a_change_to_it(tmp_path):
     options = ("--skip", 1, "--record", 1.5, "--tensorboard", "--json", "--out", tmp_path)
     result = run("profile", *options, "--", sys.executable, "-c", LOOP, tmp_path)
     assert result.exit_code == 0, result.output
-    [process] = from_json(result.stdout, HotspotReport).processes
+    found = from_json(result.stdout, HotspotReport)
+    [process], rates = found.processes, found.overhead
+    assert (
+        rates["ratio"] == rates["plain_calls_per_s"] / rates["profiled_calls_per_s"] and rates["plain_calls_per_s"] > 10
+    )
     chain = max(process.hotspots, key=lambda item: item.calls)
     assert chain.operations == ("mul", "sin", "add") and chain.module_class == "Block"
     assert len(list((tmp_path / "tensorboard").glob("*.pt.trace.json.gz"))) == 1

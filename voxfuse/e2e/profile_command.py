@@ -69,7 +69,12 @@ def profile(
         if stack is None:
             traces = _run(command or [], folder, skip, record)
             report = HotspotReport(
-                stack="", workload={"command": " ".join(command or [])}, noise=noise, environment=None, processes=()
+                stack="",
+                workload={"command": " ".join(command or [])},
+                noise=noise,
+                environment=None,
+                processes=(),
+                overhead=follow.overhead(traces),
             )
             components: dict[str, str] = {}
         else:
@@ -164,7 +169,7 @@ def _patches(stack: Stack, patched: bool, backend: str) -> contextlib.AbstractCo
 def _run(command: Sequence[str], folder: Path, skip_s: float, record_s: float) -> list[Path]:
     """Run a command whose Python processes record themselves. Raises OSError where none left a trace."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*trace-*.json.gz"):
+    for old in (*folder.glob("*trace-*.json.gz"), *folder.glob("calls-*.json")):
         old.unlink()
     with tempfile.TemporaryDirectory(prefix="voxfuse-profile-") as ours:
         environment = follow.environment(folder, Path(ours), skip_s, record_s, os.environ)

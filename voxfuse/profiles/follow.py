@@ -2,7 +2,8 @@
 
 ``environment`` gives the variables that make it so: a folder first on PYTHONPATH with a ``sitecustomize`` that calls
 ``start`` here. A thread then waits for torch, lets the process warm up, records all threads for a while, and writes
-``trace-PID.json.gz``. Nothing of torch is imported before the process itself does so.
+``trace-PID.json.gz``. Nothing of torch is imported before the process itself does so. What recording costs shows in the
+module calls per second, counted for as long before without the profiler: ``calls-PID.json``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,16 @@ def _record(path: Path, seconds: float, finish: threading.Event) -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         activities.append(ProfilerActivity.CUDA)
     _prepare(finish)
+    count = Count()
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    plain = _calls_per_second(count, seconds, finish)
+    handle.remove()
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(
         activities=activities, record_shapes=True, acc_events=True, experimental_config=every_thread
     ) as recorded:
-        handles = _mark_modules(torch)
-        finish.wait(seconds)
+        handles, calls = _mark_modules(torch)
+        profiled = _calls_per_second(calls, seconds, finish)
         for handle in handles:
             handle.remove()
         if len(activities) == 2:
@@ -111,6 +116,8 @@ def _record(path: Path, seconds: float, finish: threading.Event) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"unfinished-{path.name}")
     recorded.export_chrome_trace(str(unfinished))
+    rates = {"plain_calls_per_s": plain, "profiled_calls_per_s": profiled}
+    path.with_name(path.name.replace("trace-", "calls-").removesuffix(".gz")).write_text(json.dumps(rates))
     unfinished.replace(path)
 
 
@@ -147,11 +154,29 @@ def _prepare(finish: threading.Event) -> None:
         raise faults[0]
 
 
-def _mark_modules(torch: Any) -> tuple[Any, Any]:
-    """Open a range with the class around every call of a module, on whichever thread it happens."""
+class Count:
+    """A forward hook that counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def _calls_per_second(count: Count, seconds: float, finish: threading.Event) -> float:
+    before, begin = count.calls, time.monotonic()
+    finish.wait(seconds)
+    return (count.calls - before) / (time.monotonic() - begin)
+
+
+def _mark_modules(torch: Any) -> tuple[tuple[Any, Any], Count]:
+    """Open a range with the class around every call of a module, on whichever thread, and count the calls."""
     calls = threading.local()
+    count = Count()
 
     def before(module: Any, _: Any) -> None:
+        count()
         if not torch.compiler.is_compiling():
             opened = torch.profiler.record_function(f"nn.Module: {type(module).__name__}_0")
             opened.__enter__()
@@ -162,10 +187,23 @@ def _mark_modules(torch: Any) -> tuple[Any, Any]:
             calls.open.pop().__exit__(None, None, None)
 
     hooks = torch.nn.modules.module
-    return (
+    handles = (
         hooks.register_module_forward_pre_hook(before),
         hooks.register_module_forward_hook(after, always_call=True),
     )
+    return handles, count
+
+
+def overhead(traces: Iterable[Path]) -> dict[str, float]:
+    """Module calls per second without and with the profiler, of the process that made the most; empty without any."""
+    rates: list[dict[str, float]] = [
+        json.loads(path.with_name(path.name.replace("trace-", "calls-").removesuffix(".gz")).read_text())
+        for path in traces
+    ]
+    busiest = max(rates, key=lambda rate: rate["plain_calls_per_s"], default={})
+    if not busiest or not busiest["plain_calls_per_s"] or not busiest["profiled_calls_per_s"]:
+        return {}
+    return {**busiest, "ratio": busiest["plain_calls_per_s"] / busiest["profiled_calls_per_s"]}
 
 
 def wait_for_traces(out: Path, seconds: float) -> list[Path]:

@@ -31,6 +31,11 @@ def show(report: HotspotReport, console: Console, top: int = SHOWN) -> None:
 def overhead_text(report: HotspotReport) -> str:
     """What profiling cost: the same work with and without it."""
     figures = report.overhead
+    if "plain_calls_per_s" in figures:
+        return (
+            f"profile overhead: {figures['profiled_calls_per_s']:,.0f} module calls a second with the profiler and "
+            f"{figures['plain_calls_per_s']:,.0f} without, {figures['ratio']:.2f} times as long"
+        )
     return (
         f"profile overhead: the same work took {figures['profiled_s']:.3f} s with the profiler and "
         f"{figures['plain_s']:.3f} s without, {figures['ratio']:.2f} times as long; shares are of the profiled run"

@@ -136,9 +136,9 @@ class HotspotReport(Document, frozen=True, kw_only=True, tag="hotspot-report"):
     """What ``voxfuse profile`` and ``voxfuse hotspots`` found; processes run beside each other and are not added up.
 
     ``noise`` is the share below which a gain cannot be told from noise. ``overhead`` compares the same work with and
-    without the profiler (wall seconds and their ratio). ``samples`` are NVML means while it ran, ``throttled`` the
-    share of samples at which each reason lowered the clocks, ``series`` the samples themselves (``at_s`` counts from
-    the first request). All are empty for traces of others.
+    without the profiler (wall seconds, or module calls a second of a command, and their ratio). ``samples`` are NVML
+    means while it ran, ``throttled`` the share of samples at which each reason lowered the clocks, ``series`` the
+    samples themselves (``at_s`` counts from the first request). All are empty for traces of others.
     """
 
     stack: str
