@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import importlib.util
 import json
 import os
 import subprocess
@@ -70,17 +71,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sentences", type=int, default=4)
     parser.add_argument("--patched", action="store_true")
     options = parser.parse_args(arguments)
+    out = options.out.resolve()  # the commands below run in the checkout
     name = f"{options.stack}-patched" if options.patched else options.stack
     common = [sys.executable, "-m", "voxfuse", "profile", "--stack", options.stack, "--device", options.device]
     common += ["--patched"] if options.patched else []
+    if (
+        importlib.util.find_spec("matplotlib") is None
+    ):  # the page can be drawn elsewhere: voxfuse hotspots TRACE --out DIR
+        common += ["--no-page"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-    profile = options.out / "profile" / name
+    profile = out / "profile" / name
     status = subprocess.run(
         [*common, "--sentences", str(options.sentences), "--out", str(profile)], cwd=REPOSITORY, env=environment
     ).returncode
     if status:
         return status
-    short = options.out / "profile" / f"{name}-short"
+    short = out / "profile" / f"{name}-short"
     status = subprocess.run(
         [*common, "--sentences", "1", "--out", str(short), "--json"],
         cwd=REPOSITORY,
@@ -89,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     ).returncode
     if status:
         return status
-    target = options.out / f"trace-{name}.json.gz"
+    target = out / f"trace-{name}.json.gz"
     size = trim(short / "trace.json.gz", target)
     if size > MOST_BYTES:  # the beginning of the request, by time
         wall_us = json.loads((short / "hotspots.json").read_bytes())["processes"][0]["wall_us"]

@@ -112,6 +112,13 @@ def test_what_is_missing_ends_with_2(stack, tmp_path, monkeypatch):
     assert result.exit_code == 2 and "pip install 'voxfuse[profile]'" in result.stderr
 
 
+def test_without_a_page_matplotlib_is_not_needed(stack, tmp_path, monkeypatch):
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    result = run("profile", "--stack", "tones", "--device", "cpu", "--sentences", 1, "--out", tmp_path, "--no-page")
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.json.gz", "hotspots.json"}
+
+
 def hostile_names():
     trace = GpuTrace()
     with trace.mark("<script>alert(1)</script>"):

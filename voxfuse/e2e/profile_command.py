@@ -55,6 +55,7 @@ def profile(
     out: Annotated[Path | None, typer.Option(help="Folder for trace, hotspots.json and report.html.")] = None,
     log_folder: Annotated[bool, typer.Option("--tensorboard", help="Also write a log folder for TensorBoard.")] = False,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = SHOWN,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Draw report.html (needs matplotlib).")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Trace a steady workload and rank its hotspots by what fusing them could give end to end.
@@ -65,7 +66,8 @@ def profile(
         raise typer.BadParameter("give either --stack NAME or, after --, a command")
     folder = out or Path("runs") / f"profile-{stack or 'command'}"
     with errors("profile", MENDABLE):
-        require_plots()
+        if page:
+            require_plots()
         if stack is None:
             traces = _run(command or [], folder, skip, record)
             report = HotspotReport(
@@ -89,9 +91,9 @@ def profile(
         report = msgspec.structs.replace(report, processes=processes)
         for trace in traces if log_folder else ():
             tensorboard.export(trace, folder / "tensorboard")
-        data, page = write_report(report, folder)
+        written = write_report(report, folder, page)
     present(report, as_json, top)
-    print(f"trace: {', '.join(map(str, traces))}\nrecord: {data}\npage: {page}", file=sys.stderr)
+    print("written:", *traces, *written, sep="\n  ", file=sys.stderr)
 
 
 def _speak(

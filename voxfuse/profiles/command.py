@@ -32,6 +32,7 @@ def hotspots(
     noise: Annotated[float, typer.Option(min=0, max=1, help="Gain that cannot be told from noise.")] = NOISE,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = SHOWN,
     out: Annotated[Path | None, typer.Option(help="Folder for hotspots.json and report.html.")] = None,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Whether --out gets report.html.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Rank what profiled processes spend their time on by what fusing it could give end to end.
@@ -42,7 +43,7 @@ def hotspots(
         processes = analyse_files(traces, stack=stack, mapping=mapping, noise=noise, notify=notify)
         report = HotspotReport(stack=stack, workload={}, noise=noise, environment=None, processes=processes)
         if out is not None:
-            write_report(report, out)
+            write_report(report, out, page)
     present(report, as_json, top)
 
 

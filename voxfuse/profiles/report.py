@@ -27,20 +27,24 @@ class ReportUnavailable(RuntimeError):
 def require_plots() -> None:
     """Raise ReportUnavailable, with what to install, where matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ReportUnavailable("report.html needs matplotlib: pip install 'voxfuse[profile]'")
+        raise ReportUnavailable("report.html needs matplotlib: pip install 'voxfuse[profile]', or --no-page")
 
 
-def write_report(report: HotspotReport, folder: Path) -> tuple[Path, Path]:
-    """Write both files into a folder and return their paths; files of an earlier profile are replaced.
+def write_report(report: HotspotReport, folder: Path, with_page: bool = True) -> list[Path]:
+    """Write the record and the page into a folder and return their paths; those of an earlier profile are replaced.
 
-    Raises ReportUnavailable where matplotlib is missing, before anything is written.
+    Raises ReportUnavailable where matplotlib is missing and a page is wanted, before anything is written.
     """
-    require_plots()
+    if with_page:
+        require_plots()
     folder.mkdir(parents=True, exist_ok=True)
     data, page = folder / "hotspots.json", folder / "report.html"
     data.write_bytes(to_json(report))
+    page.unlink(missing_ok=True)
+    if not with_page:
+        return [data]
     page.write_text(html(report), encoding="utf-8")
-    return data, page
+    return [data, page]
 
 
 def html(report: HotspotReport) -> str:
