@@ -161,4 +161,4 @@ def test_kokoro_on_a_cpu_end_to_end(tmp_path: Path):
     snake = [item for item in process.hotspots if item.operations[:2] == ("reciprocal", "mul")]
     # 8 AdaIN + Snake blocks of 6 Snakes each
     assert sum(item.calls for item in snake) == 48
-    assert all(item.fusions[0] == "adain_snake" and item.signature[0].dtype == "float32" for item in snake)
+    assert all("adain_snake" in item.fusions and item.signature[0].dtype == "float32" for item in snake)

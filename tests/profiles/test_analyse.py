@@ -76,9 +76,9 @@ def test_hotspot_has_path_class_shape_and_fusion(tmp_path):
     trace = GpuTrace()
     with trace.mark("voxfuse stage: generator"):
         for block in (0, 1, 12):
+            with trace.mark("voxfuse module: decoder.generator.conv_post|Conv1d"):
+                trace.kernel("aten::conv1d", "cudnn_conv", 50, dims=SHAPE)
             with trace.mark(f"voxfuse module: decoder.generator.resblocks.{block}|AdaINResBlock1"):
-                with trace.mark(f"voxfuse module: decoder.generator.resblocks.{block}.convs1.0|Conv1d"):
-                    trace.kernel("aten::conv1d", "cudnn_conv", 50, dims=SHAPE)
                 for name in SNAKE:
                     trace.kernel(f"aten::{name}", "vectorized_elementwise_kernel", 30, dims=SHAPE)
         trace.sync()
@@ -87,7 +87,7 @@ def test_hotspot_has_path_class_shape_and_fusion(tmp_path):
     assert (found.module, found.module_class) == ("decoder.generator.resblocks.*", "AdaINResBlock1")
     assert (found.calls, found.launches, found.stage) == (3, 21, "generator")
     assert found.operations == SNAKE and found.signature[0].shape == (1, 256, 8000)
-    assert found.fusions == ("adain_snake",) and found.reason is None
+    assert "adain_snake" in found.fusions and found.reason is None
     assert hotspot(process, "conv1d").reason == "unmatched: conv1d"
     assert process.hotspots[0] is found
 

@@ -97,7 +97,7 @@ def test_modules_of_a_trace_with_stacks_become_a_path(tmp_path):
     [process] = analyse_files([trace.write(tmp_path / "a.json")], stack="kokoro")
     [found] = process.hotspots
     assert (found.module, found.module_class) == ("Decoder/AdaINResBlock1/AdaIN1d", "AdaIN1d")
-    assert found.fusions == ("adain_snake",)
+    assert "adain_snake" in found.fusions
 
 
 def test_a_writer_that_numbers_nothing_costs_no_time(tmp_path):

@@ -44,5 +44,5 @@ def test_snake_chains_are_found_with_shape_and_fusion(process):
     assert {item.module for item in snake} <= {"decoder.generator.resblocks.*", "decoder.generator.noise_res.*"}
     assert 0 < sum(item.calls for item in snake) <= 48
     for item in snake:
-        assert item.fusions[0] == "adain_snake" and item.module_class == "AdaINResBlock1"
+        assert "adain_snake" in item.fusions and item.module_class == "AdaINResBlock1"
         assert item.signature[0].dtype == "float32" and item.signature[0].shape[1] in (128, 256)
