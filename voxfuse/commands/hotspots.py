@@ -43,7 +43,19 @@ def matched_fusions(stack: str, device: str, folder: Path, known: tuple[str, ...
 
     Where there is no profile to go by, all known ones are taken, and the note says so.
     """
-    command = [sys.executable, "-m", "voxfuse", "profile", "--stack", stack, "--device", device, "--out", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "voxfuse",
+        "profile",
+        "--stack",
+        stack,
+        "--device",
+        device,
+        "--out",
+        str(folder),
+        "--no-page",
+    ]
     everything = f"so all fusions of {stack} are judged"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, timeout_s), check=False)

@@ -42,7 +42,8 @@ class Workload(Record, frozen=True, kw_only=True):
 class Stack(Protocol):
     """A driver: loads real weights, speaks one text with a seed, says what it supports.
 
-    ``timed``: whether ``synthesize`` synchronises the device around its stages and reports their seconds.
+    ``timed``: whether ``synthesize`` synchronises the device around its stages and reports their seconds. A driver may
+    have ``stages`` (``voxfuse.profiles.capture.Stage``), by which ``voxfuse profile`` divides its time.
     """
 
     name: str

@@ -25,7 +25,7 @@ from voxfuse.kernels.adain_channels_last import adain_channels_last
 from voxfuse.kernels.conv1d import STRATEGIES, conv1d, conv_unsupported, fastest, packed_weight
 from voxfuse.kernels.mean_act import mean_act
 from voxfuse.kernels.moments import FLOAT_TYPES, moments, residual_moments
-from voxfuse.records import Fusion
+from voxfuse.records import Fusion, FusionPattern
 
 ADAIN_CONV_BLOCK = Fusion(
     name="adain_conv_block",
@@ -35,6 +35,7 @@ ADAIN_CONV_BLOCK = Fusion(
     envelope="fp32, fp16 or bf16 [rows, channels, frames] in the type of the weights, at least two frames, outside "
     "autocast; Conv1d with odd taps that keeps the length; inference only",
     kernels=("conv1d", "moments", "adain_channels_last"),
+    patterns=(FusionPattern(modules=("AdaINResBlock1",)),),
 )
 
 

@@ -23,7 +23,7 @@ from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
 from voxfuse.kernels.adain import adain_act
 from voxfuse.kernels.mean_act import mean_act
-from voxfuse.records import Fusion
+from voxfuse.records import Fusion, FusionPattern
 
 ADAIN_SNAKE = Fusion(
     name="adain_snake",
@@ -32,6 +32,12 @@ ADAIN_SNAKE = Fusion(
     contract="same-precision",
     envelope="fp32, fp16 or bf16 [rows, channels, frames], at least two frames; inference only",
     kernels=("adain",),
+    patterns=(
+        FusionPattern(
+            operations=("reciprocal", "mul", "mul", "sin", "pow", "mul", "add"), modules=("AdaINResBlock1",), ranks=(3,)
+        ),
+        FusionPattern(modules=("AdaINResBlock1", "AdaIN1d")),
+    ),
 )
 ADAIN_LEAKY_RELU = Fusion(
     name="adain_leaky_relu",
@@ -40,6 +46,10 @@ ADAIN_LEAKY_RELU = Fusion(
     contract="same-precision",
     envelope="fp32, fp16 or bf16 [rows, channels, frames], at least two frames; inference only",
     kernels=("adain",),
+    patterns=(
+        FusionPattern(operations=("leaky_relu",), modules=("AdainResBlk1d", "LeakyReLU"), ranks=(3,)),
+        FusionPattern(modules=("AdainResBlk1d", "AdaIN1d")),
+    ),
 )
 
 

@@ -22,7 +22,7 @@ from voxfuse.fusions.graph_runner import CapturePolicy, GraphRunner
 from voxfuse.fusions.kokoro_decoder import decode, draw_source, generate, samples_per_frame
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.kernels.conv1d import conv_unsupported
-from voxfuse.records import Fusion
+from voxfuse.records import Fusion, FusionPattern
 
 DECODER_GRAPH = Fusion(
     name="decoder_graph",
@@ -32,6 +32,7 @@ DECODER_GRAPH = Fusion(
     envelope="fp32 on a CUDA GPU, inference without autocast, 1 to 8 rows, 2 to 2048 frames, buckets captured before",
     kernels=("conv1d", "moments", "adain_channels_last", "mean_act", "stft", "istft", "sine_source"),
     graph=True,
+    patterns=(FusionPattern(modules=("Decoder",)),),
 )
 BUCKETS = Buckets(shortest=2)  # of one frame AdaIN has no variance: upstream refuses it
 MEMORY_CAP_BYTES = 4 * 2**30  # for each decoder

@@ -37,7 +37,7 @@ from voxfuse.fusions.folded import convolve, output_lengths
 from voxfuse.fusions.graph_runner import CapturePolicy, GraphRunner
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.kernels.moments import moments
-from voxfuse.records import Fusion
+from voxfuse.records import Fusion, FusionPattern
 
 TEXT_GRAPH = Fusion(
     name="text_graph",
@@ -47,6 +47,10 @@ TEXT_GRAPH = Fusion(
     envelope="fp32 on a CUDA GPU, inference without autocast, one row, up to 512 tokens, buckets captured before",
     kernels=("conv1d", "moments", "adain_channels_last", "mean_act"),
     graph=True,
+    patterns=tuple(
+        FusionPattern(modules=(name,))
+        for name in ("CustomAlbert", "DurationEncoder", "TextEncoder", "ProsodyPredictor")
+    ),
 )
 MEMORY_CAP_BYTES = 2**30  # for each stage of each model
 STYLE = 128  # ref_s [1, 256]: the first half is the decoder's, the second the text side's

@@ -13,7 +13,7 @@ from torch import nn
 
 from voxfuse.kernels._op import Run
 from voxfuse.kernels.sine_source import sine_source
-from voxfuse.records import Fusion
+from voxfuse.records import Fusion, FusionPattern
 
 SINE_SOURCE = Fusion(
     name="sine_source",
@@ -22,6 +22,7 @@ SINE_SOURCE = Fusion(
     contract="same-precision",
     envelope="fp32 [rows, samples, 1], upsampled by 3 or more, at most 16 harmonics; inference only",
     kernels=("sine_source",),
+    patterns=(FusionPattern(modules=("SourceModuleHnNSF",)),),
 )
 
 

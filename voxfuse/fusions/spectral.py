@@ -14,7 +14,7 @@ from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
 from voxfuse.kernels.istft import istft_polar
 from voxfuse.kernels.stft import stft_polar
-from voxfuse.records import Fusion
+from voxfuse.records import Fusion, FusionPattern
 
 STFT_POLAR = Fusion(
     name="stft_polar",
@@ -23,6 +23,7 @@ STFT_POLAR = Fusion(
     contract="same-precision",
     envelope="fp32 [rows, samples], n_fft up to 32, a multiple of twice the hop; inference only",
     kernels=("stft",),
+    patterns=(FusionPattern(operations=("stft", "abs", "angle")),),
 )
 ISTFT_POLAR = Fusion(
     name="istft_polar",
@@ -31,6 +32,7 @@ ISTFT_POLAR = Fusion(
     contract="same-precision",
     envelope="fp32 [rows, bins, frames], n_fft up to 32, a multiple of twice the hop; inference only",
     kernels=("istft",),
+    patterns=(FusionPattern(operations=("mul", "exp", "mul", "istft")),),
 )
 
 

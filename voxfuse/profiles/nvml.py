@@ -14,11 +14,28 @@ import torch
 INTERVAL_S = 0.05  # NVML refreshes utilisation every 1/6 s to 1 s, clocks and power more often
 
 
+REASONS = {  # bits of nvmlDeviceGetCurrentClocksEventReasons: why clocks are lower than they could be
+    0x1: "idle",
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal (software)",
+    0x40: "thermal (hardware)",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
+
+
 class Sample(NamedTuple):
-    """One reading. ``at`` is ``time.perf_counter()`` seconds; a figure the device does not report is absent."""
+    """One reading. ``at`` is ``time.perf_counter()`` seconds; a figure the device does not report is absent.
+
+    ``reasons`` are NVML's bits for lowered clocks, as in ``REASONS``.
+    """
 
     at: float
     values: dict[str, float]
+    reasons: int = 0
 
 
 @contextlib.contextmanager
@@ -102,16 +119,30 @@ class NvmlSampler:
                     figures.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in figures.items()}
 
+    def throttled(self, begin: float, end: float) -> dict[str, float]:
+        """The share of samples between two times at which each reason lowered the clocks, of those that were seen."""
+        taken = [sample for sample in self.samples if begin <= sample.at <= end]
+        shares = {name: sum(bool(sample.reasons & bit) for sample in taken) for bit, name in REASONS.items()}
+        return {name: count / len(taken) for name, count in shares.items() if count}
+
     def _loop(self, nvml: ModuleType, handle: Any) -> None:
         readings = {
             "utilization_percent": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
             "memory_bytes": lambda: float(nvml.nvmlDeviceGetMemoryInfo(handle).used),
             "sm_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            "memory_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
         }
+        read_reasons = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None) or getattr(
+            nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None
+        )
         while not self._stop.wait(self._interval_s):
             values = {}
             for name, read in readings.items():
                 with contextlib.suppress(nvml.NVMLError):  # a virtual GPU or MIG slice reports only some
                     values[name] = read()
-            self.samples.append(Sample(time.perf_counter(), values))
+            reasons = 0
+            if read_reasons is not None:
+                with contextlib.suppress(nvml.NVMLError):
+                    reasons = int(read_reasons(handle))
+            self.samples.append(Sample(time.perf_counter(), values, reasons))

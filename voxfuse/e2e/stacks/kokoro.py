@@ -20,6 +20,7 @@ from voxfuse.e2e.stack import Speech, Text, Workload
 from voxfuse.e2e.weights.cache import WeightsCorrupt
 from voxfuse.e2e.weights.kokoro import REPOSITORY, KokoroFiles, find
 from voxfuse.patches._kokoro_import import load_kokoro
+from voxfuse.profiles.capture import Stage
 
 MAX_PHONEMES = 510
 
@@ -38,6 +39,11 @@ class KokoroStack:
     distribution = "kokoro"
     sample_rate = 24_000
     workload = Workload(streaming=False, concurrency=False, reference_audio=False, languages=("en",))
+    stages = (
+        Stage("text", "tokenizer"),  # ALBERT, durations, F0 and energy, text encoder
+        Stage("decoder", "vocoder", "decoder"),
+        Stage("generator", "vocoder", "decoder.generator"),
+    )
 
     def __init__(self, voice: str = "jm_kumo", speed: float = 1.0, timed: bool = False) -> None:
         if not (math.isfinite(speed) and speed > 0):

@@ -11,86 +11,58 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-SCHEMA_VERSION = 1
+from voxfuse.records.base import SCHEMA_VERSION, Contract, Document, Environment, Record, TensorSignature
+from voxfuse.records.profile import (
+    DeviceTime,
+    Fusion,
+    FusionPattern,
+    Hotspot,
+    HotspotReport,
+    ProcessProfile,
+    StageTime,
+)
 
-Contract = Literal["bitwise", "same-precision", "reduced"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "AnyDocument",
+    "Arm",
+    "ArmUtterance",
+    "Backend",
+    "Block",
+    "Case",
+    "Comparison",
+    "Contract",
+    "DeviceTime",
+    "Document",
+    "Environment",
+    "Fusion",
+    "FusionPattern",
+    "GateOutcome",
+    "GateVerdict",
+    "Guard",
+    "Hotspot",
+    "HotspotReport",
+    "Metric",
+    "MicroVerdict",
+    "ProcessProfile",
+    "Ratio",
+    "Receipt",
+    "Record",
+    "StageTime",
+    "Status",
+    "TensorSignature",
+    "Utterance",
+    "from_json",
+    "json_schema",
+    "read",
+    "to_json",
+    "write",
+]
+
 Backend = Literal["triton", "interpreter", "reference"]
 Status = Literal["applied", "pending", "skipped", "deferred", "reverted"]
 Comparison = Literal["win", "loss", "neutral"]
 GateOutcome = Literal["pass", "fail", "inconclusive", "not-judged"]
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything below: immutable, keyword-only, strict about unknown fields."""
-
-
-class Document(Record, frozen=True, kw_only=True, tag_field="record"):
-    """A record that is written to a file of its own; ``record`` names its type."""
-
-    schema: int = SCHEMA_VERSION
-
-
-class Environment(Record, frozen=True, kw_only=True):
-    """Where something was measured. ``gpu`` fields are None on a machine without a GPU."""
-
-    gpu: str | None
-    gpu_uuid_sha256: str | None
-    compute_capability: str | None
-    driver: str | None
-    torch: str
-    triton: str | None
-    python: str
-    platform: str
-    voxfuse: str
-    commit: str | None
-    packages: dict[str, str] = {}
-
-
-class TensorSignature(Record, frozen=True, kw_only=True):
-    """Shape and strides in elements; dtype as torch prints it without the ``torch.`` prefix."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    strides: tuple[int, ...]
-
-
-class Hotspot(Document, frozen=True, kw_only=True, tag="hotspot"):
-    """One operation of one module in a profile, with what fusing it could give end to end.
-
-    ``amdahl_ceiling`` = 1 / (1 − ``critical_path_share``).
-    """
-
-    stack: str
-    stage: str
-    module: str
-    operation: str
-    signature: tuple[TensorSignature, ...]
-    calls: int
-    gpu_us: float
-    host_us: float
-    launches: int
-    busy_share: float
-    wall_share: float
-    critical_path_share: float
-    amdahl_ceiling: float
-    fusions: tuple[str, ...] = ()
-    reason: str | None = None
-
-
-class Fusion(Document, frozen=True, kw_only=True, tag="fusion"):
-    """A registered fusion. ``name`` is stack-free; ``operations`` are the upstream operations that it replaces.
-
-    ``graph``: it replays captured graphs. What it saves is the host's, which no kernel timing shows: the gate's
-    leave-one-out blocks are its verdict of speed.
-    """
-
-    name: str
-    stacks: tuple[str, ...]
-    operations: tuple[str, ...]
-    contract: Contract
-    envelope: str
-    kernels: tuple[str, ...]
-    graph: bool = False
 
 
 class Receipt(Document, frozen=True, kw_only=True, tag="receipt"):
@@ -283,7 +255,7 @@ class GateVerdict(Document, frozen=True, kw_only=True, tag="gate-verdict"):
     measured_at: str
 
 
-AnyDocument = Hotspot | Fusion | Receipt | MicroVerdict | GateVerdict
+AnyDocument = Hotspot | HotspotReport | Fusion | Receipt | MicroVerdict | GateVerdict
 DocumentT = TypeVar("DocumentT", bound=Document)
 
 
