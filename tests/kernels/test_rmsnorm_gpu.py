@@ -1,9 +1,8 @@
 """RMSNorm where only a GPU can tell: bits against eager's own, graphs, host cost."""
 
-import time
-
 import pytest
 import torch
+from host_cost import assert_cheap
 
 from voxfuse.kernels._op import TALLIES, Run
 from voxfuse.kernels.rmsnorm import ORDERS, add_rms_norm, reference, rms_norm
@@ -11,7 +10,7 @@ from voxfuse.kernels.rmsnorm import ORDERS, add_rms_norm, reference, rms_norm
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 RUN = Run("triton", "rmsnorm gpu")
-EPS, HOST_US = 1e-6, 25.0
+EPS = 1e-6
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -45,24 +44,10 @@ def test_replays_follow_their_inputs():
         torch.testing.assert_close(y, reference(total, weight, EPS, "cast_then_scale"), rtol=1e-2, atol=1e-2)
 
 
-def host_us(call):
-    """Least host time of a call in µs over five rounds, without waiting for the GPU."""
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(400):
-            call()
-        best = min(best, (time.perf_counter() - start) / 400 * 1e6)
-    return best
-
-
 @torch.no_grad()
 def test_host_cost_of_a_call():
-    """25 µs on a host that launches an eager kernel in 5 µs; on a slower one (a virtual machine) in proportion."""
     x = torch.randn(1, 1, 896, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(896, device="cuda", dtype=torch.bfloat16)
-    limit = HOST_US * max(1.0, host_us(lambda: x + 1.0) / 5.0)
-    assert host_us(lambda: rms_norm(x, weight, EPS, "cast_then_scale", run=RUN)) <= limit
-    assert host_us(lambda: add_rms_norm(x, x, weight, EPS, "cast_then_scale", run=RUN)) <= limit
+    assert_cheap(lambda: rms_norm(x, weight, EPS, "cast_then_scale", run=RUN))
+    assert_cheap(lambda: add_rms_norm(x, x, weight, EPS, "cast_then_scale", run=RUN))
     assert TALLIES.of(RUN.receipt).fallbacks == {}
