@@ -3,25 +3,29 @@
 import pytest
 from aot import TARGETS, Request, compile_ahead
 
+from voxfuse.kernels.gqa_decode import blocks
+
 pytestmark = pytest.mark.aot
 
 INTEGERS = (
-    "T", "HK", "G", "L", "SPLITS",
+    "T", "HK", "G", "L", "SPLITS", "STATISTICS",
     "stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kh", "stride_kl", "stride_vb", "stride_vh", "stride_vl",
     "stride_mb", "stride_mh", "stride_mt", "stride_ml",
 )  # fmt: skip
-VARIANTS = {  # element, head_dim, BLOCK_M, BLOCK_N, causal, window, mask, splits
-    "qwen2": ("bf16", 64, 16, 64, False, 0, None, True),
-    "qwen2 fp32": ("fp32", 64, 16, 64, False, 0, None, True),
-    "qwen3": ("bf16", 128, 16, 64, False, 0, None, True),
-    "qwen3 fp32, one split, mask": ("fp32", 128, 16, 64, False, 0, "bf16", False),
-    "16 tokens, window, boolean mask": ("fp16", 128, 128, 64, True, 72, "u8", True),
-    "head_dim 256": ("bf16", 256, 16, 32, True, 0, None, True),
+ALIGNED = ("q_ptr", "k_ptr", "v_ptr", "y_ptr", "sums_ptr", *(name for name in INTEGERS if name.startswith("stride_")))
+VARIANTS = {  # element, head_dim, BLOCK_M, causal, window, mask, splits
+    "qwen2": ("bf16", 64, 16, False, 0, None, True),
+    "qwen2 fp32": ("fp32", 64, 16, False, 0, None, True),
+    "qwen3": ("bf16", 128, 16, False, 0, None, True),
+    "qwen3 fp32, one split, mask": ("fp32", 128, 16, False, 0, "bf16", False),
+    "64 queries, window, boolean mask": ("fp16", 128, 64, True, 72, "u8", True),
+    "head_dim 256": ("bf16", 256, 16, True, 0, None, True),
 }
 
 
 def _request(target: str, variant: str) -> Request:
-    element, head_dim, block_m, block_n, causal, window, mask, split = VARIANTS[variant]
+    element, head_dim, block_m, causal, window, mask, split = VARIANTS[variant]
+    block_n, options = blocks(block_m, head_dim, element == "fp32")
     signature = (
         dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "y_ptr"), f"*{element}")
         | {"lengths_ptr": "*i32", "scale": "fp32"}
@@ -38,16 +42,17 @@ def _request(target: str, variant: str) -> Request:
         kernel="voxfuse.kernels.gqa_decode:_split_kernel",
         signature=signature,
         constants=constants,
-        warps=8 if block_m > 32 else 4,
+        warps=dict(options)["num_warps"],
         target=target,
-        options={"num_stages": 2},
+        options={"num_stages": dict(options)["num_stages"]},
+        aligned=tuple(name for name in ALIGNED if constants.get(name, 0) is not None),
     )
 
 
 def _merge(target: str) -> Request:
     return Request(
         kernel="voxfuse.kernels.gqa_decode:_merge_kernel",
-        signature={"sums_ptr": "*fp32", "y_ptr": "*bf16", "SPLITS": "i32"},
+        signature={"sums_ptr": "*fp32", "y_ptr": "*bf16", "SPLITS": "i32", "STATISTICS": "i32"},
         constants={
             "D": 128,
             "TARGET": "cuda" if target.startswith("sm_") else "hip",
@@ -56,6 +61,7 @@ def _merge(target: str) -> Request:
         },
         warps=4,
         target=target,
+        aligned=("sums_ptr", "y_ptr", "STATISTICS"),
     )
 
 

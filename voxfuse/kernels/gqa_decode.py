@@ -32,8 +32,7 @@ MAX_HEAD_DIM = 256
 MAX_TOKENS = 16
 MAX_QUERIES = 128  # tokens · group
 LEAST_QUERIES = 16  # what tl.dot needs
-BLOCK_KEYS = 64
-WIDE_HEAD_DIM, WIDE_BLOCK_KEYS = 128, 32  # wider heads take fewer keys at a time
+FEW_QUERIES, NARROW_HEAD_DIM, WIDE_HEAD_DIM = 32, 64, 128  # where blocks get smaller, for the registers' sake
 MAX_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 2
 HOST_PROCESSORS = 4  # in the interpreter
@@ -58,7 +57,7 @@ def _product(a, b, TARGET: tl.constexpr):
 @triton.jit
 def _split_kernel(
     q_ptr, k_ptr, v_ptr, y_ptr, lengths_ptr, mask_ptr, sums_ptr,
-    T, HK, G, L, SPLITS,
+    T, HK, G, L, SPLITS, STATISTICS,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kl, stride_vb, stride_vh, stride_vl,
     stride_mb, stride_mh, stride_mt, stride_ml,
     scale,
@@ -129,29 +128,29 @@ def _split_kernel(
         result = narrowed(sums, tl.zeros([1, 1], y_ptr.dtype.element_ty), TARGET)
         tl.store(y_ptr + row[:, None] * D + d[None, :], result, mask=real[:, None] & (d[None, :] < D))
     else:
-        base = sums_ptr + (row * SPLITS + split) * (D + 2)
-        tl.store(base, highest, mask=real)
-        tl.store(base + 1, total, mask=real)
+        part = row * SPLITS + split
+        tl.store(sums_ptr + STATISTICS + part * 2, highest, mask=real)
+        tl.store(sums_ptr + STATISTICS + part * 2 + 1, total, mask=real)
         some = real & (first < end)
-        tl.store(base[:, None] + 2 + d[None, :], sums, mask=some[:, None] & (d[None, :] < D))
+        tl.store(sums_ptr + part[:, None] * D + d[None, :], sums, mask=some[:, None] & (d[None, :] < D))
 
 
 @triton.jit
 def _merge_kernel(
-    sums_ptr, y_ptr, SPLITS,
+    sums_ptr, y_ptr, SPLITS, STATISTICS,
     D: tl.constexpr, TARGET: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program a (row, token, query head): its partial sums, weighed by their maxima."""
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
-    base = sums_ptr + (row * SPLITS + s) * (D + 2)
-    highest = tl.load(base, mask=s < SPLITS, other=float("-inf"))
-    total = tl.load(base + 1, mask=s < SPLITS, other=0.0)
+    part = row * SPLITS + s
+    highest = tl.load(sums_ptr + STATISTICS + part * 2, mask=s < SPLITS, other=float("-inf"))
+    total = tl.load(sums_ptr + STATISTICS + part * 2 + 1, mask=s < SPLITS, other=0.0)
     some = total > 0.0  # the sums of a split without keys were never written
     anchor = tl.max(highest, axis=0)
     weights = tl.where(some, exponential(highest - tl.where(anchor == float("-inf"), 0.0, anchor)), 0.0)
-    sums = tl.load(base[:, None] + 2 + d[None, :], mask=some[:, None] & (d[None, :] < D), other=0.0)
+    sums = tl.load(sums_ptr + part[:, None] * D + d[None, :], mask=some[:, None] & (d[None, :] < D), other=0.0)
     whole = tl.sum(weights * total, axis=0)
     y = tl.sum(weights[:, None] * sums, axis=0) / tl.where(whole == 0.0, 1.0, whole)
     y = tl.where(whole != whole, whole, y)  # NaN in a split that counted as empty stays visible
@@ -240,6 +239,16 @@ def reference(
     return torch.matmul(weights, v).transpose(1, 2).contiguous()
 
 
+def blocks(block_m: int, block_d: int, fp32: bool) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """Keys that a program takes at a time, and launch options: what leaves no register spilled on sm_80 to sm_100."""
+    few, wide = block_m <= FEW_QUERIES, block_d > WIDE_HEAD_DIM
+    if fp32:
+        return 16 if wide else 32, (("num_warps", 4 if few and block_d <= NARROW_HEAD_DIM else 8), ("num_stages", 2))
+    if few and not wide:
+        return 64, (("num_warps", 4), ("num_stages", 3))
+    return 32, (("num_warps", 4 if few else 8), ("num_stages", 2))
+
+
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else HOST_PROCESSORS
@@ -277,7 +286,7 @@ def gqa_decode(
     queries = tokens * (q_heads // kv_heads)
     block_m = max(LEAST_QUERIES, triton.next_power_of_2(queries))
     block_d = max(16, triton.next_power_of_2(head_dim))
-    block_n = BLOCK_KEYS if block_d <= WIDE_HEAD_DIM else WIDE_BLOCK_KEYS
+    block_n, options = blocks(block_m, block_d, q.dtype == torch.float32)
     parts = splits(rows * kv_heads, capacity, block_n, q.device)
     boolean = mask is not None and mask.dtype == torch.bool
     mask_strides = (0, 0, 0, 0)
@@ -287,27 +296,27 @@ def gqa_decode(
         )  # type: ignore[assignment]
         mask_strides = (*mask_strides[:3], mask.stride(3))
         mask = mask.view(torch.uint8) if boolean else mask
-    sums = None
-    if parts > 1:
-        sums = torch.empty((rows * tokens * q_heads * parts * (head_dim + 2),), dtype=torch.float32, device=q.device)
+    sums, shares = None, rows * tokens * q_heads * parts
+    if parts > 1:  # partial sums [row, token, head, split, head_dim], then their maxima and totals
+        sums = torch.empty((shares * (head_dim + 2),), dtype=torch.float32, device=q.device)
     launch(
         _split_kernel,
         rows * kv_heads * parts,
         (q, k, v, y, lengths, mask, sums),
         (
-            tokens, kv_heads, q_heads // kv_heads, capacity, parts,
+            tokens, kv_heads, q_heads // kv_heads, capacity, parts, shares * head_dim,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides,
         ),
         (scale,),
         (head_dim, window, causal and tokens > 1, boolean, target(), parts == 1, block_m, block_n, block_d),
-        (("num_warps", 8 if block_m > 32 else 4), ("num_stages", 2)),
+        options,
     )  # fmt: skip
     if sums is not None:
         launch(
             _merge_kernel,
             rows * tokens * q_heads,
             (sums, y),
-            (parts,),
+            (parts, shares * head_dim),
             (),
             (head_dim, target(), max(2, triton.next_power_of_2(parts)), block_d),
             (("num_warps", 4),),
