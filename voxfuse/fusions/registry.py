@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from voxfuse.fusions.adain_resblock import ADAIN_LEAKY_RELU, ADAIN_SNAKE
+from voxfuse.fusions.transformers_decoder import GQA_ATTENTION, RMS_NORM, SWIGLU
 from voxfuse.records import Fusion
 
-FUSIONS: dict[str, Fusion] = {item.name: item for item in (ADAIN_SNAKE, ADAIN_LEAKY_RELU)}
+FUSIONS: dict[str, Fusion] = {
+    item.name: item for item in (ADAIN_SNAKE, ADAIN_LEAKY_RELU, RMS_NORM, SWIGLU, GQA_ATTENTION)
+}
 
 
 def fusion(name: str) -> Fusion:
