@@ -74,7 +74,9 @@ def _judge(suite, judged, clock, environment, machine) -> MicroVerdict:  # type:
 
 
 def _tiny(case: Case) -> Case:
-    """The same case with a few frames, for the dry run."""
+    """The same case with a few frames, for the dry run; decode cases are small as they are."""
+    if "style" not in case.tensors:
+        return case
     rows, channels, _ = case.tensors["x"].shape
     shape, strides = (rows, channels, DRY_FRAMES), (channels * DRY_FRAMES, DRY_FRAMES, 1)
     x = TensorSignature(shape=shape, dtype="float32", strides=strides)

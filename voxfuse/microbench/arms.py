@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 from voxfuse.fusions.registry import fusion
 from voxfuse.kernels._op import FusedOp, Run
 from voxfuse.kernels.adain import adain_act
+from voxfuse.kernels.gqa_decode import gqa_decode
+from voxfuse.kernels.rmsnorm import rms_norm
+from voxfuse.kernels.swiglu import swiglu
 from voxfuse.microbench.ceilings import copy_bytes_per_s, rotation
 from voxfuse.microbench.judge import Contest, compulsory_bytes
 from voxfuse.microbench.timer import Call, Clock, Inputs
@@ -70,10 +74,53 @@ def adain_inputs(case: Case, generator: torch.Generator) -> Inputs:
     )
 
 
+def rms_norm_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """x, weight, eps, order: the arguments of rms_norm."""
+    x = around(0.0, 1.0, case.tensors["x"], generator)
+    weight = around(1.0, 0.3, case.tensors["weight"], generator)
+    return x, weight, float(case.parameters["eps"]), str(case.parameters["order"])
+
+
+def swiglu_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """gate and up, each a tensor of its own."""
+    return tuple(around(0.0, 1.0, case.tensors[name], generator) for name in ("gate", "up"))
+
+
+def gqa_decode_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """q, k, v, no lengths (the whole cache is valid), no mask, scale, causal, window: the arguments of gqa_decode."""
+    q, k, v = (around(0.0, 1.0, case.tensors[name], generator) for name in ("q", "k", "v"))
+    return q, k, v, None, None, float(case.parameters["scale"]), True, 0
+
+
+def liger(function: str, module: str, arguments: Callable[..., Inputs]) -> Call | str:
+    """An autograd function of Liger-Kernel as a peer, or why there is none."""
+    try:
+        peer = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function)
+    except ImportError:
+        return "liger-kernel is not installed"
+    return lambda *inputs: peer.apply(*arguments(*inputs))
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> torch.Tensor:
+    """torch's own grouped-query attention, in gqa_decode's layout."""
+    scale = others[2]
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])  # type: ignore[arg-type]
+    return out.transpose(1, 2)
+
+
 NO_PEER = {"peer": "no installable library has AdaIN with this activation"}
 OPERATIONS: dict[str, Operation] = {
     "adain_snake": Operation(adain_act, adain_inputs, NO_PEER),
     "adain_leaky_relu": Operation(adain_act, adain_inputs, NO_PEER),
+    "rms_norm": Operation(
+        rms_norm,
+        rms_norm_inputs,
+        {"liger": liger("LigerRMSNormFunction", "rms_norm", lambda x, w, eps, _: (x, w, eps, 0.0, "llama", False))},
+    ),
+    "swiglu": Operation(
+        swiglu, swiglu_inputs, {"liger": liger("LigerSiLUMulFunction", "swiglu", lambda gate, up: (gate, up))}
+    ),
+    "gqa_attention": Operation(gqa_decode, gqa_decode_inputs, {"sdpa": sdpa}),
 }
 
 
