@@ -1,5 +1,7 @@
 """Decode attention compiled ahead of time for every GPU family: registers, spills, shared memory."""
 
+from dataclasses import replace
+
 import pytest
 from aot import TARGETS, Request, compile_ahead
 
@@ -65,12 +67,20 @@ def _merge(target: str) -> Request:
     )
 
 
-KEYS = [(target, variant) for target in TARGETS for variant in (*VARIANTS, "merge")]
+def _ones(target: str) -> Request:
+    """Sizes of one are constants to Triton: one token, head, group, key and split, and no lengths."""
+    made = _request(target, "qwen3 fp32, one split, mask")
+    ones = dict.fromkeys(("T", "HK", "G", "L", "SPLITS"), 1) | {"lengths_ptr": None}
+    return replace(made, constants=made.constants | ones)
+
+
+KEYS = [(target, variant) for target in TARGETS for variant in (*VARIANTS, "merge", "ones")]
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    requests = [_merge(target) if variant == "merge" else _request(target, variant) for target, variant in KEYS]
+    special = {"merge": _merge, "ones": _ones}
+    requests = [special[name](target) if name in special else _request(target, name) for target, name in KEYS]
     return dict(zip(KEYS, compile_ahead(requests), strict=True))
 
 

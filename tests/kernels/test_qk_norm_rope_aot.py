@@ -23,6 +23,9 @@ VARIANTS = {  # head_dim, width, pairs, sections, heads a program, norm, cache
 }
 
 
+ONES = {"qwen3 cached": dict.fromkeys(("T", "HK"), 1)}  # sizes of one are constants to Triton
+
+
 def _request(target: str, variant: str) -> Request:
     head_dim, width, pairs, sections, block_h, norm, cache = VARIANTS[variant]
     names = (*POINTERS, *(CACHE_POINTERS if cache else ()), *(("q_weight_ptr", "k_weight_ptr") if norm else ()))
@@ -39,6 +42,7 @@ def _request(target: str, variant: str) -> Request:
         "SECTIONS": sections, "WIDE": False, "TARGET": "cuda" if target.startswith("sm_") else "hip",
         "BLOCK_H": block_h, "BLOCK_D": 256 if head_dim > 128 else 128 if head_dim > 64 else 64,
         "stride_qd": 1, "stride_kd": 1, "stride_vd": 1, "stride_cw": 1, **dict.fromkeys(absent),
+        **ONES.get(variant, {}),
     }  # fmt: skip
     return Request(
         kernel="voxfuse.kernels.qk_norm_rope:_kernel",

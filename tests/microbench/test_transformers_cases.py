@@ -23,7 +23,7 @@ def test_a_contest_has_the_declared_signatures_and_agreeing_arms(name):
         assert (tuple(tensor.shape), tensor.stride()) == (signature.shape, signature.strides)
         assert str(tensor.dtype) == f"torch.{signature.dtype}"
     oracle = made.eager(*(v.double() if isinstance(v, torch.Tensor) else v for v in made.sets[0]))
-    bound = 2 * torch.finfo(tensors[0].dtype).eps
+    bound = 4 * torch.finfo(tensors[0].dtype).eps
     assert error_fp64(made.voxfuse(*made.sets[0]), oracle) < bound
     for name, peer in made.baselines.items():
         assert isinstance(peer, str) == (name == "liger")  # not installed here
