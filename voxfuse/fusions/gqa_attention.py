@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch.backends.cuda import (
     SDPAParams,
-    can_use_cudnn_attention,
     can_use_efficient_attention,
     can_use_flash_attention,
 )
@@ -159,13 +158,13 @@ def _flash(
     causal: bool,
     grouped: bool,
 ) -> bool:
-    """Whether SDPA takes these tensors with ``enable_gqa`` without falling to MATH."""
+    """Whether SDPA takes these tensors with ``enable_gqa`` to flash attention."""
     if torch.compiler.is_compiling():  # Dynamo cannot ask
         return mask is None and query.dtype in HALF_TYPES
     if not query.is_cuda:
         return False
     params = SDPAParams(query, key, value, mask, 0.0, causal, grouped)
-    return can_use_flash_attention(params, False) or can_use_cudnn_attention(params, False)
+    return can_use_flash_attention(params, False)  # cuDNN's may come behind MATH in torch's order of preference
 
 
 def _folded(

@@ -41,3 +41,8 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: str, wide
     turning, passing = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     y = torch.cat([turning * cos + _rotated(turning, pairs) * sin, passing], dim=-1)
     return y.to(dtype) if wide else y
+
+
+def output_dtype(q: torch.Tensor, cos: torch.Tensor, wide: bool) -> torch.dtype:
+    """The type that the upstream chain gives."""
+    return q.dtype if wide or cos.dtype == q.dtype else torch.promote_types(q.dtype, cos.dtype)

@@ -27,7 +27,7 @@ import torch
 from voxfuse.kernels import rmsnorm
 from voxfuse.kernels._launch import launch
 from voxfuse.kernels._op import fused_op
-from voxfuse.kernels._rotary import AXES, columns, turn
+from voxfuse.kernels._rotary import AXES, columns, output_dtype, turn
 from voxfuse.kernels._rounding import add_rn, mul_rn, narrowed, target
 from voxfuse.kernels._triton import tl, triton
 from voxfuse.kernels.rmsnorm import scaled
@@ -136,8 +136,7 @@ def _kernel(
             slot = tl.load(slots_ptr + b * stride_sb + t * stride_st).to(tl.int64)
             out_ptr, stride_out = k_cache_ptr + b * stride_kcb + slot * stride_kcl, stride_kch
             kept = tl.where((slot >= 0) & (slot < CACHE), HK, 0)
-            h = first + tl.arange(0, BLOCK_H)[:, None]
-            d = tl.arange(0, BLOCK_D)[None, :]
+            h, d = first + tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
             mask = (h < kept) & (d < D)
             v_ptr += b * stride_vb + t * stride_vt
             v = tl.load(v_ptr + h * stride_vh + d * stride_vd, mask=mask, other=0.0)  # [BLOCK_H, BLOCK_D]
@@ -219,11 +218,6 @@ def reference(
     return torch.cat([turn(q, cos, sin, pairs, wide), turn(k, cos, sin, pairs, wide)], dim=2)
 
 
-def output_dtype(q: torch.Tensor, cos: torch.Tensor, wide: bool) -> torch.dtype:
-    """The type that the upstream chain gives."""
-    return q.dtype if wide or cos.dtype == q.dtype else torch.promote_types(q.dtype, cos.dtype)
-
-
 def run_kernel(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -239,22 +233,21 @@ def run_kernel(
     """Launch over every head; ``rope`` is (order, pairs, sections, alternating, wide), ``cache`` (v, k_cache, v_cache,
     slots). y [rows, tokens, heads, head_dim] is contiguous."""
     rows, tokens, q_heads, head_dim = q.shape
-    kv_heads = k.shape[2]
+    kv_heads, strides = k.shape[2], cos.stride()
     order, pairs, sections, alternating, wide = rope
     block_h = 1 if rows * tokens * (q_heads + kv_heads) <= FEW_HEADS else HEADS_A_PROGRAM
     q_blocks = -(-q_heads // block_h)
     blocks = q_blocks + -(-kv_heads // block_h)
-    strides = cos.stride()
     axis = strides[0] if sections else 0
     row = strides[-3] if cos.dim() > 2 and cos.shape[-3] > 1 else 0
     v = k_cache = v_cache = slots = None
-    cached = (0, 0, 0, 0, 0, 0, 0, 0)
-    v_strides: tuple[int, ...] = (0, 0, 0, 0)
+    v_strides: tuple[int, ...] = (0,) * 4
+    cached: tuple[int, ...] = (0,) * 8
     if cache is not None:
         v, k_cache, v_cache, slots = cache
         v_strides = v.stride()
         slot_strides = slots.stride() if slots.dim() == 2 else (0, slots.stride(0))
-        cached = (*k_cache.stride()[:3], *v_cache.stride()[:3], *slot_strides)  # type: ignore[assignment]
+        cached = (*k_cache.stride()[:3], *v_cache.stride()[:3], *slot_strides)
     kind = "none" if not sections else "alternating" if alternating else "runs"
     options = (("num_warps", 1), ("enable_fp_fusion", False)) if target() == "hip" else (("num_warps", 1),)
     launch(

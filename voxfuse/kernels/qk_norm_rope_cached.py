@@ -19,6 +19,7 @@ import torch
 from voxfuse.kernels import qk_norm_rope as plain
 from voxfuse.kernels import rmsnorm
 from voxfuse.kernels._op import fused_op
+from voxfuse.kernels._rotary import output_dtype
 
 
 def unsupported(
@@ -43,7 +44,7 @@ def unsupported(
     reason = plain.unsupported(q, k, cos, sin, q_weight, k_weight, eps, order, pairs, sections, alternating, wide)
     if reason is not None:
         return reason
-    dtype = plain.output_dtype(q, cos, wide)
+    dtype = output_dtype(q, cos, wide)
     if v.shape != k.shape or any(tensor.dtype != dtype for tensor in (v, k_cache, v_cache)):
         kinds = f"{v.dtype} {k_cache.dtype} {v_cache.dtype}"
         return f"v must be as k {tuple(k.shape)}, and v and caches {dtype}, got {tuple(v.shape)}, {kinds}"
@@ -91,7 +92,7 @@ def reference(
 
 def _fake(q: torch.Tensor, k: torch.Tensor, *others: object) -> torch.Tensor:
     cos, wide = others[4], others[-1]
-    return q.new_empty(q.shape, dtype=plain.output_dtype(q, cos, wide))  # type: ignore[arg-type]
+    return q.new_empty(q.shape, dtype=output_dtype(q, cos, wide))  # type: ignore[arg-type]
 
 
 @fused_op(
@@ -122,7 +123,7 @@ def qk_norm_rope_cached(
     wide: bool,
 ) -> torch.Tensor:
     """Turned queries [rows, tokens, q_heads, head_dim]; keys and values go to their slots of the caches."""
-    y = torch.empty(q.shape, dtype=plain.output_dtype(q, cos, wide), device=q.device)
+    y = torch.empty(q.shape, dtype=output_dtype(q, cos, wide), device=q.device)
     if y.numel():
         rope = (order, pairs, sections, alternating, wide)
         plain.run_kernel(q, k, y, cos, sin, q_weight, k_weight, eps, rope, (v, k_cache, v_cache, slots))
