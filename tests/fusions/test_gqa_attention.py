@@ -92,15 +92,15 @@ def test_a_model_runs_with_it_by_name():
     register("reference")
     sizes = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model = LlamaForCausalLM(config).eval()
+    upstream = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    model = LlamaForCausalLM._from_config(config, attn_implementation=NAME).eval()
+    model.load_state_dict(upstream.state_dict())
     ids = torch.randint(0, 30, (2, 7))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     with torch.no_grad():
-        model.set_attn_implementation("sdpa")
-        baseline = model(ids, attention_mask=mask).logits
+        baseline = upstream(ids, attention_mask=mask).logits
         before = TALLIES.of(RECEIPT).calls
-        model.set_attn_implementation(NAME)
         found = model(ids, attention_mask=mask).logits
     torch.testing.assert_close(found[mask.bool()], baseline[mask.bool()], rtol=1e-4, atol=1e-5)
     assert TALLIES.of(RECEIPT).calls - before == 2
