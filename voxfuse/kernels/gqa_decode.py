@@ -27,6 +27,7 @@ from voxfuse.kernels._launch import launch
 from voxfuse.kernels._math import exponential
 from voxfuse.kernels._op import fused_op
 from voxfuse.kernels._rounding import narrowed, target
+from voxfuse.kernels._rows import power_of_two
 from voxfuse.kernels._triton import tl, triton
 
 MAX_HEAD_DIM = 256
@@ -242,8 +243,8 @@ def gqa_decode(
     if y.numel() == 0:
         return y
     queries = tokens * (q_heads // kv_heads)
-    block_m = max(LEAST_QUERIES, triton.next_power_of_2(queries))
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_m = max(LEAST_QUERIES, power_of_two(queries))
+    block_d = max(16, power_of_two(head_dim))
     block_n, options = blocks(block_m, block_d, q.dtype == torch.float32)
     parts = splits(rows * kv_heads, capacity, block_n, q.device)
     boolean = mask is not None and mask.dtype == torch.bool
@@ -276,7 +277,7 @@ def gqa_decode(
             (sums, y),
             (parts, shares * head_dim),
             (),
-            (head_dim, target(), max(2, triton.next_power_of_2(parts)), block_d),
+            (head_dim, target(), max(2, power_of_two(parts)), block_d),
             (("num_warps", 4),),
         )
     return y

@@ -29,6 +29,7 @@ from voxfuse.kernels._launch import launch
 from voxfuse.kernels._op import fused_op
 from voxfuse.kernels._rotary import AXES, columns, output_dtype, turn
 from voxfuse.kernels._rounding import add_rn, mul_rn, narrowed, target
+from voxfuse.kernels._rows import power_of_two
 from voxfuse.kernels._triton import tl, triton
 from voxfuse.kernels.rmsnorm import scaled
 
@@ -262,7 +263,7 @@ def run_kernel(
         (eps, 1.0 / head_dim),
         (
             *(tuple(sections) or (0, 0, 0)), head_dim, cos.shape[-1], order, pairs, kind, wide, target(),
-            block_h, triton.next_power_of_2(head_dim),
+            block_h, power_of_two(head_dim),
         ),
         options,
     )  # fmt: skip

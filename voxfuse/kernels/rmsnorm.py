@@ -24,7 +24,7 @@ import torch
 from voxfuse.kernels._launch import launch
 from voxfuse.kernels._op import fused_op
 from voxfuse.kernels._rounding import add_rn, mul_rn, narrowed, target
-from voxfuse.kernels._rows import leading, leading_pair
+from voxfuse.kernels._rows import leading, leading_pair, power_of_two
 from voxfuse.kernels._triton import tl, triton
 
 Order = Literal["cast_then_scale", "scale_then_cast", "one_plus", "alpha"]
@@ -117,7 +117,7 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor, eps: float, order: str) -
         return f"dtypes must be fp32, fp16 or bf16, got {x.dtype} and {weight.dtype}"
     if x.dim() == 0 or weight.shape != x.shape[-1:] or not weight.is_contiguous():
         return f"weight must be contiguous [width] of x {tuple(x.shape)}, got {tuple(weight.shape)} {weight.stride()}"
-    if leading(x.shape, x.stride()) is None:
+    if leading(x) is None:
         return f"leading dimensions must merge into two, got {tuple(x.shape)} with strides {x.stride()}"
     return None
 
@@ -127,7 +127,7 @@ def _add_unsupported(
 ) -> str | None:
     if residual.shape != x.shape or residual.dtype != x.dtype:
         return f"residual must be {x.dtype} {tuple(x.shape)} as x, got {residual.dtype} {tuple(residual.shape)}"
-    if leading_pair(x.shape, x.stride(), residual.stride()) is None:
+    if leading_pair(x, residual) is None:
         return f"leading dimensions of x and residual must merge alike, got strides {x.stride()}, {residual.stride()}"
     return unsupported(x, weight, eps, order)
 
@@ -158,7 +158,7 @@ def add_reference(
 def _options(width: int) -> tuple[int, bool, tuple[tuple[str, int], ...]]:
     """Block, whether a row stays resident, and launch options, for a width."""
     resident = width <= RESIDENT_WIDTH
-    block = triton.next_power_of_2(width) if resident else STREAM_WIDTH
+    block = power_of_two(width) if resident else STREAM_WIDTH
     warps = min(max(block // (32 * ELEMENTS_A_THREAD), 1), MAX_WARPS)
     options = (("num_warps", warps), ("enable_fp_fusion", False)) if target() == "hip" else (("num_warps", warps),)
     return block, resident, options
@@ -174,10 +174,10 @@ def _launch(
     order: str,
 ) -> None:
     width = x.shape[-1]
-    inner, *strides = leading(x.shape, x.stride())  # type: ignore[misc]
+    inner, *strides = leading(x)  # type: ignore[misc]
     others = [0, 0, 0]
     if residual is not None:
-        inner, *both = leading_pair(x.shape, x.stride(), residual.stride())  # type: ignore[misc]
+        inner, *both = leading_pair(x, residual)  # type: ignore[misc]
         strides, others = both[:2], [*both[2:], residual.stride(-1)]
     block, resident, options = _options(width)
     launch(

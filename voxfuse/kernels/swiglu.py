@@ -50,7 +50,7 @@ def unsupported(gate: torch.Tensor, up: torch.Tensor) -> str | None:
         return f"gate and up must be of one type, fp32, fp16 or bf16, got {gate.dtype} and {up.dtype}"
     if gate.dim() == 0 or up.shape != gate.shape:
         return f"gate and up must be [..., width] alike, got {tuple(gate.shape)} and {tuple(up.shape)}"
-    if leading_pair(gate.shape, gate.stride(), up.stride()) is None:
+    if leading_pair(gate, up) is None:
         return f"leading dimensions must merge into two alike, got strides {gate.stride()} and {up.stride()}"
     return None
 
@@ -73,8 +73,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     if y.numel() == 0:
         return y
     width = gate.shape[-1]
-    inner, gate_outer, gate_inner, up_outer, up_inner = leading_pair(gate.shape, gate.stride(), up.stride())  # type: ignore[misc]
-    blocks = triton.cdiv(width, BLOCK)
+    inner, gate_outer, gate_inner, up_outer, up_inner = leading_pair(gate, up)  # type: ignore[misc]
+    blocks = -(-width // BLOCK)
     launch(
         _kernel,
         gate.numel() // width * blocks,
