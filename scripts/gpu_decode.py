@@ -278,12 +278,12 @@ def model_step() -> None:
         print(f"\ndecode step, Qwen2-0.5B shapes, {rows} rows, cache of 512: eager wall ms, graph ms, kernels, logits")
         logits: dict[str, torch.Tensor] = {}
         for arm in ("untouched", "patched"):
-            cache = StaticCache(config=config, max_cache_len=16 if TINY else 512)
             torch.manual_seed(3)
             prompt = torch.randint(0, 6761, (rows, 8), device=DEVICE)
             token = torch.randint(0, 6761, (rows, 1), device=DEVICE)
             patches = voxfuse.apply_patches(model, policy="all", backend=RUN.backend) if arm == "patched" else None
             try:
+                cache = StaticCache(config=config, max_cache_len=16 if TINY else 512)
                 step = _stepper(model, cache, prompt, token)
                 logits[arm] = step().float()
                 print(f"  {arm:10} {_step_times(step)}", flush=True)

@@ -50,7 +50,7 @@ def upstream(function, q, k, cos, sin, *more):
     [(7, 1, 64), (2, 2, 72), (3, 1, 80), (4, 2, 96), (4, 2, 128), (1, 1, 160)],
 )
 def test_rope_is_bitwise_llamas(q_heads, kv_heads, head_dim, dtype, device, run, poisoned_empty):
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+    apply_rotary_pos_emb = pytest.importorskip("transformers.models.llama.modeling_llama").apply_rotary_pos_emb
 
     q, k, cos, sin = case(q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, device=device, dtype=dtype)
     result = qk_norm_rope(q, k, cos, sin, *NONE, *HALF, run=run)
@@ -63,7 +63,7 @@ def test_rope_is_bitwise_llamas(q_heads, kv_heads, head_dim, dtype, device, run,
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_interleaved_partial_rope_is_bitwise_glms(dtype, device, run, poisoned_empty):
-    from transformers.models.glm.modeling_glm import apply_rotary_pos_emb
+    apply_rotary_pos_emb = pytest.importorskip("transformers.models.glm.modeling_glm").apply_rotary_pos_emb
 
     q, k, cos, sin = case(head_dim=96, width=48, device=device, dtype=dtype)
     result = qk_norm_rope(q, k, cos, sin, *NONE, "interleaved", (), False, False, run=run)
@@ -85,7 +85,9 @@ def test_interleaved_columns_turn_as_complex_numbers(device, run, poisoned_empty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_wide_order_is_bitwise_the_vision_towers(dtype, device, run, poisoned_empty):
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
+    apply_rotary_pos_emb_vision = pytest.importorskip(
+        "transformers.models.qwen2_vl.modeling_qwen2_vl"
+    ).apply_rotary_pos_emb_vision
 
     q, k, _, _ = case(rows=1, tokens=5, head_dim=80, device=device, dtype=dtype)
     cos, sin = tables((5,), 80, device, torch.float32)
@@ -95,7 +97,7 @@ def test_the_wide_order_is_bitwise_the_vision_towers(dtype, device, run, poisone
 
 
 def test_tables_in_fp32_promote_as_upstream_does(device, run):
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+    apply_rotary_pos_emb = pytest.importorskip("transformers.models.llama.modeling_llama").apply_rotary_pos_emb
 
     q, k, _, _ = case(device=device, dtype=torch.bfloat16)
     cos, sin = tables((1, 3), 64, device, torch.float32)
@@ -161,7 +163,8 @@ def test_norm_and_rope_in_the_same_precision(order, head_dim, dtype, device, run
 
 
 def test_the_reference_with_norm_is_qwen3s(device):
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+    upstream_module = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
+    Qwen3RMSNorm, apply_rotary_pos_emb = upstream_module.Qwen3RMSNorm, upstream_module.apply_rotary_pos_emb
 
     q, k, cos, sin = case(head_dim=128, device=device, dtype=torch.bfloat16)
     q_weight, k_weight = weights(128, device, torch.bfloat16)
