@@ -14,6 +14,7 @@ from voxfuse.fusions.registry import fusion
 from voxfuse.kernels._op import FusedOp, Run
 from voxfuse.kernels.adain import adain_act
 from voxfuse.kernels.gqa_decode import gqa_decode
+from voxfuse.kernels.qk_norm_rope import qk_norm_rope
 from voxfuse.kernels.rmsnorm import rms_norm
 from voxfuse.kernels.swiglu import swiglu
 from voxfuse.microbench.ceilings import copy_bytes_per_s, rotation
@@ -86,6 +87,16 @@ def swiglu_inputs(case: Case, generator: torch.Generator) -> Inputs:
     return tuple(around(0.0, 1.0, case.tensors[name], generator) for name in ("gate", "up"))
 
 
+def qk_norm_rope_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """q, k, cos, sin, norm weights (or None), eps, order, and half-split pairs: the arguments of qk_norm_rope."""
+    tensors = case.tensors
+    q, k = (around(0.0, 1.0, tensors[name], generator) for name in ("q", "k"))
+    angle = 3 * torch.randn(tensors["cos"].shape, generator=generator, device=generator.device)
+    cos, sin = (table.to(getattr(torch, tensors["cos"].dtype)) for table in (angle.cos(), angle.sin()))
+    weights = [around(1.0, 0.3, tensors[n], generator) if n in tensors else None for n in ("q_weight", "k_weight")]
+    return q, k, cos, sin, *weights, float(case.parameters["eps"]), "cast_then_scale", "half", [], False, False
+
+
 def gqa_decode_inputs(case: Case, generator: torch.Generator) -> Inputs:
     """q, k, v, no lengths (the whole cache is valid), no mask, scale, causal, window: the arguments of gqa_decode."""
     q, k, v = (around(0.0, 1.0, case.tensors[name], generator) for name in ("q", "k", "v"))
@@ -120,6 +131,9 @@ OPERATIONS: dict[str, Operation] = {
     "swiglu": Operation(
         swiglu, swiglu_inputs, {"liger": liger("LigerSiLUMulFunction", "swiglu", lambda gate, up: (gate, up))}
     ),
+    "qk_norm_rope": Operation(
+        qk_norm_rope, qk_norm_rope_inputs, {"peer": "no library fuses both with eager's roundings"}
+    ),
     "gqa_attention": Operation(gqa_decode, gqa_decode_inputs, {"sdpa": sdpa}),
 }
 
@@ -143,7 +157,7 @@ def contest(
     """
     if fusion_name not in OPERATIONS:
         raise KeyError(f"no micro arms for fusion {fusion_name!r}; add an entry to voxfuse.microbench.arms.OPERATIONS")
-    operation = OPERATIONS[fusion_name]
+    operation = OPERATIONS[str(case.parameters.get("operation", fusion_name))]  # a fusion may have several kernels
     generator = torch.Generator(device).manual_seed(seed)
     first = operation.inputs(case, generator)
     footprint = compulsory_bytes(first, operation.op.reference(*first))
