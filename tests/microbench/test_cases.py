@@ -31,7 +31,7 @@ def test_every_case_names_a_fusion_of_its_stack_that_has_arms():
 
 
 def test_an_unknown_stack_is_named_with_the_known_ones():
-    with pytest.raises(KeyError, match="no micro cases for stack 'nobody'; there are some for: kokoro"):
+    with pytest.raises(KeyError, match="no micro cases for stack 'nobody'; there are some for: kokoro, transformers"):
         load_cases("nobody")
 
 
@@ -55,7 +55,7 @@ def test_kokoro_cases_are_what_the_real_decoder_calls():
         assert seen[case.case.tensors["x"].shape[1:]] == case.calls
 
 
-@pytest.mark.parametrize("fusion_name", sorted(OPERATIONS))
+@pytest.mark.parametrize("fusion_name", ["adain_leaky_relu", "adain_snake"])
 def test_a_contest_has_the_declared_signatures_and_agreeing_arms(fusion_name):
     case = next(case.case for case in load_cases("kokoro") if case.fusion == fusion_name and "1 s" in case.case.name)
     run = Run("reference", "test")

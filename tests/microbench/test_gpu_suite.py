@@ -10,7 +10,7 @@ import pytest
 from gpu_suite_state import Row
 
 from voxfuse.evidence import ledger
-from voxfuse.microbench.arms import OPERATIONS
+from voxfuse.microbench.cases import load_cases, stacks_with_cases
 from voxfuse.recompute import recompute
 
 needs_kokoro = pytest.mark.skipif(importlib.util.find_spec("kokoro") is None, reason="needs the package kokoro")
@@ -26,7 +26,8 @@ def test_checks_and_micro_write_records_and_are_not_repeated(tmp_path, capsys):
     table = capsys.readouterr().out
     assert "64 calls, 0 faults" in table
     verdicts = [entry.verdict for entry in ledger.load([tmp_path / "records"])]
-    assert {verdict.fusion for verdict in verdicts} == set(OPERATIONS)
+    judged = {case.fusion for stack in stacks_with_cases() for case in load_cases(stack)}
+    assert {verdict.fusion for verdict in verdicts} == judged
     assert all(recompute(verdict) == verdict for verdict in verdicts)
     assert suite(tmp_path, "--only", "checks,micro", "--budget", "0") == 0  # all of it is there
     assert [entry.verdict for entry in ledger.load([tmp_path / "records"])] == verdicts

@@ -8,6 +8,7 @@ from voxfuse.fusions.decoder_graph import DECODER_GRAPH
 from voxfuse.fusions.kokoro_text import TEXT_GRAPH
 from voxfuse.fusions.source import SINE_SOURCE
 from voxfuse.fusions.spectral import ISTFT_POLAR, STFT_POLAR
+from voxfuse.fusions.transformers_decoder import GQA_ATTENTION, RMS_NORM, SWIGLU
 from voxfuse.records import Fusion
 
 FUSIONS: dict[str, Fusion] = {
@@ -21,6 +22,9 @@ FUSIONS: dict[str, Fusion] = {
         STFT_POLAR,
         ISTFT_POLAR,
         SINE_SOURCE,
+        RMS_NORM,
+        SWIGLU,
+        GQA_ATTENTION,
     )
 }
 

@@ -9,6 +9,7 @@ decision between kernel and reference is taken inside, at run time, in both case
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import threading
 from collections import Counter
@@ -130,7 +131,7 @@ class FusedOp:
         self._custom_op = torch.library.custom_op(
             f"voxfuse::{name}",
             lambda *args: self._run(args[:-2], Run(*args[-2:])),
-            mutates_args=(),
+            mutates_args=tuple(_WRITTEN.findall(arguments)),
             schema=f"{arguments[:-1]}, str backend, str receipt) -> {returns}",
         )
         self._custom_op.register_fake(lambda *args: fake(*args[:-2]))
@@ -186,6 +187,7 @@ def needs_dispatch(args: tuple[Any, ...]) -> bool:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WRITTEN = re.compile(r"Tensor\(\w+!\)\?? (\w+)")  # arguments that a schema marks as written
 
 
 def fused_op(
@@ -200,7 +202,8 @@ def fused_op(
 
     ``schema`` is a torch.library schema of the launcher's positional arguments; ``reference`` is the exact upstream
     chain, ``unsupported`` gives the reason why a call is outside the envelope (or None), ``fake`` makes empty outputs.
-    All take the launcher's arguments; outputs must not alias inputs.
+    All take the launcher's arguments; outputs must not alias inputs, and an input that is written (a cache) is marked
+    in the schema, as ``Tensor(a!)``.
     """
 
     def register(launch: Callable[..., Any]) -> FusedOp:

@@ -50,3 +50,14 @@ def round_tf32(x, TARGET: tl.constexpr):
     bits = x.to(tl.int32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     return tl.where(finite, (bits + 0x1000) & -0x2000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def narrowed(x, like, TARGET: tl.constexpr):
+    """fp32 in the type of ``like``, to nearest even; the interpreter's own cast to bf16 truncates."""
+    if TARGET == "interpreter" and like.dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        finite = (bits & 0x7F800000) != 0x7F800000
+        bits = tl.where(finite, (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000, bits)
+        return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    return x.to(like.dtype)

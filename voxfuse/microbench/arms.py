@@ -11,7 +11,7 @@ import torch
 from voxfuse.fusions.registry import fusion
 from voxfuse.kernels._op import Run
 from voxfuse.kernels.adain import adain_act
-from voxfuse.microbench import peers, vocoder_arms
+from voxfuse.microbench import decode_arms, peers, vocoder_arms
 from voxfuse.microbench.ceilings import copy_bytes_per_s, rotation
 from voxfuse.microbench.judge import Contest, compulsory_bytes
 from voxfuse.microbench.operation import Judged, Operation, around, smooth
@@ -39,6 +39,7 @@ OPERATIONS: dict[str, Operation] = {
     "adain_snake": Operation(adain_act, adain_inputs, "AdaIN with Snake"),
     "adain_leaky_relu": Operation(adain_act, adain_inputs, "AdaIN with LeakyReLU"),
     **vocoder_arms.OPERATIONS,
+    **decode_arms.OPERATIONS,
 }
 
 
@@ -61,7 +62,7 @@ def contest(
     """
     if fusion_name not in OPERATIONS:
         raise KeyError(f"no micro arms for fusion {fusion_name!r}; add an entry to voxfuse.microbench.arms.OPERATIONS")
-    operation = OPERATIONS[fusion_name]
+    operation = OPERATIONS[str(case.parameters.get("operation", fusion_name))]  # a fusion may have several kernels
     op = operation.op
     if operation.of_modules:
         op = cast(Callable[[Case, torch.device], Judged], op)(case, device)

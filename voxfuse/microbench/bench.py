@@ -144,6 +144,8 @@ def tiny(cases: Iterable[JudgedCase]) -> list[JudgedCase]:
 
 
 def _tiny(case: Case) -> Case:
+    if case.stack == "transformers":  # decode cases are small as they are
+        return case
     *outer, _ = case.tensors["x"].shape
     frames = 2 * int(case.parameters["scale"]) if "scale" in case.parameters else DRY_FRAMES
     x = torch.empty(*outer, frames, device="meta")

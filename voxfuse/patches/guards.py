@@ -18,8 +18,9 @@ from voxfuse.patches.layers import MISSING, shadow, untouched
 from voxfuse.patches.seals import CAPTURED, COMPILED, is_compiled, origin
 from voxfuse.patches.spec import Patch, StackPatches
 
-# torch.no_grad() and torch.inference_mode() as decorators: part of how upstream wrote the function, not a replacement.
-_TRANSPARENT_DECORATORS = ("torch.utils._contextlib",)
+# torch.no_grad(), torch.inference_mode() and transformers' deprecate_kwarg as decorators: part of how upstream wrote a
+# function, not a replacement.
+_TRANSPARENT_DECORATORS = ("torch.utils._contextlib", "transformers.utils.deprecation")
 
 
 class Upstream(NamedTuple):

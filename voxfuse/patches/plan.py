@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -78,7 +79,11 @@ class Planner:
                 steps += [scope.skip(patch, *self._obstacle) for patch in stack.patches]
                 continue
             owners = functools.partial(_instance_owners, model, self._seals.within(model))
-            steps += [self._patch(scope, patch, owners) for patch in stack.patches]
+            for patch in stack.patches:
+                if patch.target.partition(":")[0] in sys.modules:
+                    steps.append(self._patch(scope, patch, owners))
+                else:  # a module of a large library that nobody has loaded: no instance of it exists
+                    steps.append(scope.skip(patch, Why.ABSENT, _nothing_in_model(patch)))
         if not steps:
             kind = type(model)
             where, reason = f"{kind.__module__}.{kind.__qualname__}", "no module of a supported stack in this model"

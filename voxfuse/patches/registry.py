@@ -32,7 +32,13 @@ def _kokoro() -> StackPatches:
     return KOKORO
 
 
-STACKS: dict[str, Callable[[], StackPatches]] = {"kokoro": _kokoro}
+def _transformers() -> StackPatches:
+    from voxfuse.patches.transformers import TRANSFORMERS
+
+    return TRANSFORMERS
+
+
+STACKS: dict[str, Callable[[], StackPatches]] = {"kokoro": _kokoro, "transformers": _transformers}
 
 
 def expand(names: Iterable[str]) -> tuple[str, ...]:

@@ -1,0 +1,31 @@
+"""Every committed decode case makes a contest whose arms agree."""
+
+import pytest
+import torch
+
+from voxfuse.kernels._op import Run
+from voxfuse.microbench.arms import contest
+from voxfuse.microbench.cases import load_cases
+from voxfuse.microbench.judge import error_fp64
+from voxfuse.microbench.timer import HostClock
+
+CASES = {judged.case.name: judged for judged in load_cases("transformers")}
+SMALL = [name for name in CASES if "1 rows" in name and "2048" not in name]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_contest_has_the_declared_signatures_and_agreeing_arms(name):
+    judged = CASES[name]
+    run = Run("reference", "test")
+    made = contest(judged.fusion, judged.case, torch.device("cpu"), HostClock(), run, {"launch_floor_us": 1.0}, "eager")
+    tensors = [value for value in made.sets[0] if isinstance(value, torch.Tensor)]
+    for tensor, signature in zip(tensors, judged.case.tensors.values(), strict=True):
+        assert (tuple(tensor.shape), tensor.stride()) == (signature.shape, signature.strides)
+        assert str(tensor.dtype) == f"torch.{signature.dtype}"
+    oracle = made.eager(*(v.double() if isinstance(v, torch.Tensor) else v for v in made.sets[0]))
+    bound = 4 * torch.finfo(tensors[0].dtype).eps
+    assert error_fp64(made.voxfuse(*made.sets[0]), oracle) < bound
+    for name, peer in made.baselines.items():
+        assert isinstance(peer, str) == (name in ("liger", "peer"))  # not installed here, or none exists
+        if not isinstance(peer, str):
+            assert error_fp64(peer(*made.sets[0]), oracle) < bound

@@ -1,0 +1,86 @@
+"""Arms of what a language model does for one token: norms, rotary embeddings, gated units, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from voxfuse.kernels.gqa_decode import gqa_decode
+from voxfuse.kernels.qk_norm_rope import qk_norm_rope
+from voxfuse.kernels.rmsnorm import rms_norm
+from voxfuse.kernels.swiglu import swiglu
+from voxfuse.microbench.operation import Operation, around
+from voxfuse.microbench.peers import Peer
+from voxfuse.microbench.timer import Call, Inputs
+from voxfuse.records import Case
+
+
+def rms_norm_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """x, weight, eps, order: the arguments of rms_norm."""
+    x = around(0.0, 1.0, case.tensors["x"], generator)
+    weight = around(1.0, 0.3, case.tensors["weight"], generator)
+    return x, weight, float(case.parameters["eps"]), str(case.parameters["order"])
+
+
+def swiglu_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """gate and up, each a tensor of its own."""
+    return tuple(around(0.0, 1.0, case.tensors[name], generator) for name in ("gate", "up"))
+
+
+def qk_norm_rope_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """q, k, cos, sin, norm weights (or None), eps, order, and half-split pairs: the arguments of qk_norm_rope."""
+    tensors = case.tensors
+    q, k = (around(0.0, 1.0, tensors[name], generator) for name in ("q", "k"))
+    angle = 3 * torch.randn(tensors["cos"].shape, generator=generator, device=generator.device)
+    cos, sin = (table.to(getattr(torch, tensors["cos"].dtype)) for table in (angle.cos(), angle.sin()))
+    weights = [around(1.0, 0.3, tensors[n], generator) if n in tensors else None for n in ("q_weight", "k_weight")]
+    return q, k, cos, sin, *weights, float(case.parameters["eps"]), "cast_then_scale", "half", [], False, False
+
+
+def gqa_decode_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """q, k, v, no lengths (the whole cache is valid), no mask, scale, causal, window: the arguments of gqa_decode."""
+    q, k, v = (around(0.0, 1.0, case.tensors[name], generator) for name in ("q", "k", "v"))
+    return q, k, v, None, None, float(case.parameters["scale"]), True, 0
+
+
+def liger(function: str, module: str, arguments: Callable[..., Inputs]) -> Peer:
+    """An autograd function of Liger-Kernel."""
+    return Peer(
+        "liger-kernel",
+        f"liger_kernel.ops.{module}:{function}",
+        lambda found: lambda *inputs: found.apply(*arguments(*inputs)),
+    )
+
+
+def sdpa(attention: Callable[..., torch.Tensor]) -> Call:
+    """torch's own grouped-query attention, in gqa_decode's layout."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> torch.Tensor:
+        return attention(q, k, v, scale=others[2], enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+    return call
+
+
+OPERATIONS: dict[str, Operation] = {
+    "rms_norm": Operation(
+        rms_norm,
+        rms_norm_inputs,
+        "an RMS norm",
+        (liger("LigerRMSNormFunction", "rms_norm", lambda x, w, eps, _: (x, w, eps, 0.0, "llama", False)),),
+    ),
+    "swiglu": Operation(
+        swiglu,
+        swiglu_inputs,
+        "a SwiGLU",
+        (liger("LigerSiLUMulFunction", "swiglu", lambda gate, up: (gate, up)),),
+    ),
+    "qk_norm_rope": Operation(qk_norm_rope, qk_norm_rope_inputs, "a norm with rotary embedding and eager's roundings"),
+    "gqa_attention": Operation(
+        gqa_decode,
+        gqa_decode_inputs,
+        "grouped-query attention of a token",
+        (Peer("torch", "torch.nn.functional:scaled_dot_product_attention", sdpa),),
+    ),
+}
