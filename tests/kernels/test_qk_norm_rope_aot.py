@@ -45,7 +45,7 @@ def _request(target: str, variant: str) -> Request:
         **ONES.get(variant, {}),
     }  # fmt: skip
     return Request(
-        kernel="voxfuse.kernels.qk_norm_rope:_kernel",
+        kernel="voxfuse.kernels.qk_norm_rope:_qk_norm_rope_kernel",
         signature=signature,
         constants=constants,
         warps=1,

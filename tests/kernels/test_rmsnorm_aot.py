@@ -23,7 +23,7 @@ def _request(target: str, shape: str, residual: bool, element: str) -> Request:
         "stride_rn": 1,
     } | ({} if residual else {"residual_ptr": None, "sum_ptr": None})
     return Request(
-        kernel="voxfuse.kernels.rmsnorm:_kernel",
+        kernel="voxfuse.kernels.rmsnorm:_rmsnorm_kernel",
         signature=pointers | dict.fromkeys(INTEGERS, "i32") | {"eps": "fp32", "inverse_n": "fp32"},
         constants=constants,
         warps=warps,

@@ -19,20 +19,20 @@ def pointers(*names):
 
 KERNELS = {
     "stft": (
-        "voxfuse.kernels.stft:_kernel",
+        "voxfuse.kernels.stft:_stft_kernel",
         pointers("x_ptr", "window_ptr", "y_ptr")
         | dict.fromkeys(("samples", "frames", "stride_xr", "stride_xt"), "i32"),
         {"N_FFT": 20, "HOP": 5, "COS": COS, "SIN": SIN, "BLOCK_F": stft.BLOCK_FRAMES, "stride_xt": 1},
     ),
     "istft": (
-        "voxfuse.kernels.istft:_kernel",
+        "voxfuse.kernels.istft:_istft_kernel",
         pointers("a_ptr", "b_ptr", "window_ptr", "y_ptr")
         | dict.fromkeys(("frames", *(f"stride_{t}{axis}" for t in "ab" for axis in "rkf")), "i32"),
         {"N_FFT": 20, "HOP": 5, "COS": COS, "SIN": SIN, "EXP_SIN": True, "BLOCK_H": istft.BLOCK_HOPS, "stride_af": 1,
          "stride_bf": 1},
     ),
     "sine_source": (
-        "voxfuse.kernels.sine_source:_kernel",
+        "voxfuse.kernels.sine_source:_sine_source_kernel",
         pointers("f0_ptr", "noise_ptr", "weight_ptr", "bias_ptr", "y_ptr")
         | dict.fromkeys(("frames", "stride_f0r", "stride_f0t", "stride_nr", "stride_nt", "stride_nk"), "i32")
         | dict.fromkeys(("sampling_rate", "amplitude", "noise_std", "unvoiced_noise", "threshold"), "fp32"),

@@ -16,7 +16,7 @@ KEYS = [(target, element) for target in TARGETS for element in ("fp32", "bf16")]
 def _request(target: str, element: str) -> Request:
     cuda = target.startswith("sm_")
     return Request(
-        kernel="voxfuse.kernels.swiglu:_kernel",
+        kernel="voxfuse.kernels.swiglu:_swiglu_kernel",
         signature=dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), f"*{element}") | dict.fromkeys(INTEGERS, "i32"),
         constants={"TARGET": "cuda" if cuda else "hip", "BLOCK": BLOCK, "stride_gn": 1, "stride_un": 1},
         warps=WARPS,

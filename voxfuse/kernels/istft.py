@@ -34,7 +34,7 @@ HEADS = ("polar", "exp_sin")
 
 @triton.jit(do_not_specialize=["frames", "stride_ar", "stride_ak", "stride_br", "stride_bk"])
 @no_type_check  # mypy takes a tuple that grows for an error
-def _kernel(
+def _istft_kernel(
     a_ptr, b_ptr, window_ptr, y_ptr, lengths_ptr,
     frames, stride_ar, stride_ak, stride_af, stride_br, stride_bk, stride_bf,
     N_FFT: tl.constexpr, HOP: tl.constexpr, COS: tl.constexpr, SIN: tl.constexpr, EXP_SIN: tl.constexpr,
@@ -149,7 +149,7 @@ def istft_polar(
         return y
     n_fft = window.numel()
     launch(
-        _kernel,
+        _istft_kernel,
         rows * triton.cdiv(frames - 1, BLOCK_HOPS),
         (a, b, window, y, lengths),
         (frames, *a.stride(), *b.stride()),

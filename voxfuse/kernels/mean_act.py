@@ -25,7 +25,7 @@ FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
-def _kernel(
+def _mean_act_kernel(
     a_ptr, b_ptr, c_ptr, y_ptr, lengths_ptr,
     C, T, size, blocks,
     scale, slope,
@@ -122,7 +122,7 @@ def mean_act(
     size = channels * frames
     blocks = triton.cdiv(size, BLOCK)
     launch(
-        _kernel,
+        _mean_act_kernel,
         rows * blocks,
         (a, b, c, y, lengths),
         (channels, frames, size, blocks),

@@ -103,7 +103,7 @@ def _heads(
 
 
 @triton.jit
-def _kernel(
+def _qk_norm_rope_kernel(
     q_ptr, k_ptr, v_ptr, y_ptr, k_cache_ptr, v_cache_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr,
     T, HQ, HK, QB, BLOCKS, CACHE,
     stride_qb, stride_qt, stride_qh, stride_qd, stride_kb, stride_kt, stride_kh, stride_kd,
@@ -252,7 +252,7 @@ def run_kernel(
     kind = "none" if not sections else "alternating" if alternating else "runs"
     options = (("num_warps", 1), ("enable_fp_fusion", False)) if target() == "hip" else (("num_warps", 1),)
     launch(
-        _kernel,
+        _qk_norm_rope_kernel,
         rows * tokens * blocks,
         (q, k, v, y, k_cache, v_cache, slots, q_weight, k_weight, cos, sin),
         (

@@ -64,7 +64,7 @@ def scaled(x, weight, rstd, narrow, ORDER: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
-def _kernel(
+def _rmsnorm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr,
     INNER, N, stride_xa, stride_xb, stride_xn, stride_ra, stride_rb, stride_rn,
     eps, inverse_n,
@@ -181,7 +181,7 @@ def _launch(
         strides, others = both[:2], [*both[2:], residual.stride(-1)]
     block, resident, options = _options(width)
     launch(
-        _kernel,
+        _rmsnorm_kernel,
         x.numel() // width,
         (x, residual, weight, y, total),
         (inner, width, *strides, x.stride(-1), *others),

@@ -57,7 +57,7 @@ def _middle(f0_ptr, frame, valid, stride_f0t, period, SCALE: tl.constexpr, HELD:
 
 
 @triton.jit(do_not_specialize=["frames", "stride_f0r", "stride_nr", "stride_nk"])
-def _kernel(
+def _sine_source_kernel(
     f0_ptr, noise_ptr, weight_ptr, bias_ptr, y_ptr, lengths_ptr,
     frames, stride_f0r, stride_f0t, stride_nr, stride_nt, stride_nk,
     sampling_rate, amplitude, noise_std, unvoiced_noise, threshold,
@@ -232,7 +232,7 @@ def sine_source(
     if y.numel() == 0:
         return y
     launch(
-        _kernel,
+        _sine_source_kernel,
         rows * triton.cdiv(samples, BLOCK_SAMPLES),
         (f0, noise, weight, bias, y, lengths),
         (samples // scale, *f0.stride(), *noise.stride()),

@@ -33,7 +33,7 @@ OPTIONS = (("num_warps", 4),)
 
 @triton.jit(do_not_specialize=["samples", "frames", "stride_xr"])
 @no_type_check  # mypy takes a tuple that grows for an error
-def _kernel(
+def _stft_kernel(
     x_ptr, window_ptr, y_ptr, lengths_ptr,
     samples, frames, stride_xr, stride_xt,
     N_FFT: tl.constexpr, HOP: tl.constexpr, COS: tl.constexpr, SIN: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -118,7 +118,7 @@ def stft_polar(x: torch.Tensor, window: torch.Tensor, lengths: torch.Tensor | No
         return y
     n_fft = window.numel()
     launch(
-        _kernel,
+        _stft_kernel,
         rows * triton.cdiv(frames, BLOCK_FRAMES),
         (x, window, y, lengths),
         (samples, frames, *x.stride()),

@@ -26,7 +26,7 @@ FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit
-def _kernel(
+def _swiglu_kernel(
     gate_ptr, up_ptr, y_ptr,
     INNER, N, BLOCKS, stride_ga, stride_gb, stride_gn, stride_ua, stride_ub, stride_un,
     TARGET: tl.constexpr, BLOCK: tl.constexpr,
@@ -76,7 +76,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     inner, gate_outer, gate_inner, up_outer, up_inner = leading_pair(gate, up)  # type: ignore[misc]
     blocks = -(-width // BLOCK)
     launch(
-        _kernel,
+        _swiglu_kernel,
         gate.numel() // width * blocks,
         (gate, up, y),
         (inner, width, blocks, gate_outer, gate_inner, gate.stride(-1), up_outer, up_inner, up.stride(-1)),
