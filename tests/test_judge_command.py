@@ -14,13 +14,15 @@ from typer.testing import CliRunner
 from verdicts import measured, verdict
 
 from voxfuse.__main__ import app
-from voxfuse.commands import hotspots, judge, judge_state
+from voxfuse.commands import gate_sets, hotspots, judge, judge_state
 from voxfuse.commands.hotspots import Matches
 from voxfuse.e2e import command
 from voxfuse.evidence import ledger
 from voxfuse.fusions.registry import FUSIONS
 from voxfuse.microbench import bench as micro
 from voxfuse.microbench.cases import JudgedCase
+from voxfuse.patches import registry
+from voxfuse.patches.spec import Patch
 from voxfuse.records import GateVerdict, MicroVerdict, to_json
 
 KNOWN = ("adain_leaky_relu", "adain_snake")  # what the profile asks for
@@ -187,19 +189,63 @@ WRONG = verdict(wrong="error", ratios=(), arms=())
 def test_only_what_wins_is_gated() -> None:
     by = {"adain_snake": WIN, "adain_leaky_relu": LOSS}
     cases = [judged(name, item) for name, item in by.items()]
-    assert judge.worth_gating(KNOWN, cases, dry=False) == ("adain_snake",)
-    assert judge.worth_gating(KNOWN, cases, dry=True) == KNOWN
+    assert gate_sets.worth_gating(KNOWN, cases, dry=False) == ("adain_snake",)
+    assert gate_sets.worth_gating(KNOWN, cases, dry=True) == KNOWN
     cases = [judged("adain_snake", WRONG), judged("adain_leaky_relu", None)]
-    assert judge.worth_gating(KNOWN, cases, dry=False) == ()
-    assert judge.worth_gating(("adain_snake",), cases, dry=True) == ()
+    assert gate_sets.worth_gating(KNOWN, cases, dry=False) == ()
+    assert gate_sets.worth_gating(("adain_snake",), cases, dry=True) == ()
+
+
+def of_kokoro() -> tuple[Patch, ...]:
+    stack = registry.patches_of("kokoro")
+    assert stack is not None
+    return stack.patches
+
+
+def patch(fusion: str, target: str, *absorbs: str, contract: str = "same-precision") -> Patch:
+    record = msgspec.structs.replace(FUSIONS["adain_snake"], name=fusion, contract=contract)
+    names = tuple(f"m:{name}.forward" for name in (target, *absorbs))
+    return Patch(fusion=record, target=names[0], absorbs=names, build=lambda original, run: original)
+
+
+def test_graphs_are_gated_though_nothing_benches_them_and_apart_from_what_they_absorb() -> None:
+    graphs = {name for name in ALL if FUSIONS[name].graph}
+    assert graphs == {"decoder_graph", "text_graph"}
+    cases = [judged(name, WIN) for name in ALL if name not in graphs]
+    worth = gate_sets.worth_gating(ALL, cases, dry=False)
+    assert worth == ALL
+    assert gate_sets.gate_sets(worth, of_kokoro(), "triton") == [
+        ("decoder_graph", "sine_source", "text_graph"),
+        ("adain_conv_block", "adain_leaky_relu", "istft_polar", "stft_polar"),
+        ("adain_snake",),  # adain_conv_block serves its only target first
+    ]
+    assert gate_sets.gate_sets(worth, of_kokoro(), "reference")[0] == (  # graphs cannot be captured there
+        *("adain_conv_block", "adain_leaky_relu", "istft_polar", "sine_source", "stft_polar"),
+    )
+    assert gate_sets.gate_sets(KNOWN, of_kokoro(), "triton") == [KNOWN]
+    assert gate_sets.gate_sets((), of_kokoro(), "triton") == gate_sets.gate_sets(ALL, (), "triton") == []
+
+
+def test_a_fusion_is_kept_from_running_where_every_target_of_it_is_absorbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = (patch("inner", "Inner"), patch("inner", "Elsewhere"), patch("outer", "Outer", "Inner"))
+    for item in both:
+        monkeypatch.setitem(FUSIONS, item.fusion.name, item.fusion)
+    assert not gate_sets.keeps_from_running("outer", "inner", both)  # it is called elsewhere
+    assert gate_sets.gate_sets(("outer", "inner"), both, "triton") == [("inner", "outer")]
+    one = (both[0], both[2])
+    assert gate_sets.keeps_from_running("outer", "inner", one)
+    assert not gate_sets.keeps_from_running("inner", "outer", one)
+    assert gate_sets.gate_sets(("outer", "inner"), one, "triton") == [("inner",), ("outer",)]
+    mutual = (patch("inner", "Inner", "Outer"), both[2])
+    assert gate_sets.gate_sets(("outer", "inner"), mutual, "triton") == [("inner",), ("outer",)]
 
 
 def test_reduced_precision_is_gated_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    reduced = {name: msgspec.structs.replace(FUSIONS[KNOWN[0]], name=name, contract="reduced") for name in ("r1", "r2")}
-    for name, fusion in reduced.items():
-        monkeypatch.setitem(FUSIONS, name, fusion)
-    assert judge.gate_groups(("r2", *KNOWN[::-1], "r1")) == [KNOWN, ("r1",), ("r2",)]
-    assert judge.gate_groups(()) == []
+    reduced = tuple(patch(name, name.title(), contract="reduced") for name in ("r2", "r1"))
+    for item in reduced:
+        monkeypatch.setitem(FUSIONS, item.fusion.name, item.fusion)
+    sets = gate_sets.gate_sets(("r2", *KNOWN[::-1], "r1"), (*of_kokoro(), *reduced), "triton")
+    assert sets == [KNOWN, ("r1",), ("r2",)]
 
 
 def gate(outcome: str) -> GateVerdict:

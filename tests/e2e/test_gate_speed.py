@@ -11,6 +11,7 @@ from tone_stack import TEXTS, TonePatches
 from voxfuse.e2e.gate import generate
 from voxfuse.e2e.rundir import PeakMemory, RunDirectory
 from voxfuse.e2e.score import score
+from voxfuse.fusions import graph_runner
 
 
 @pytest.fixture
@@ -80,7 +81,8 @@ def test_no_gain_few_pairs_or_noise_claim_nothing(case, timed, tmp_path):
 def test_interrupted_timing_keeps_its_pairs(case, timed):
     timed(0.2, 0.3)
     declared = protocol_of(throughput=MANY)
-    case.stack.breaks_at = 2 + 2 * COUNT + 4 + 2 * 2 * 5  # in the sixth pair of a/a
+    warmed_up, spoken, first_block = 1 + COUNT, 2 * COUNT, 2 * 2
+    case.stack.breaks_at = warmed_up + spoken + first_block + 2 * 2 * 5  # in the sixth pair of a/a
     with pytest.raises(KeyboardInterrupt):
         case.speak(declared=declared, device="cuda")
     assert len(RunDirectory.open(case.path).blocks()) == 5
@@ -107,3 +109,29 @@ def test_each_fusion_is_left_out_in_turn(case, timed):
     run = generate(case.stack, apply, declared, TEXTS[:3], case.path, silent, device="cuda", backend="triton")
     assert left == [(), ("other",), ("tone",)]
     assert [block.kind for block in run.blocks()[24:]] == ["without:other"] * 2 + ["without:tone"] * 2
+
+
+def test_the_patched_arm_warms_up_with_every_text_where_graphs_may_be_captured(case, timed):
+    timed(0.2, 0.3)
+    heard = []
+    speak = case.stack.synthesize
+
+    def synthesize(text, seed):
+        heard.append((text.id, "forward" in vars(case.stack.model), getattr(graph_runner._asked, "inside", False)))
+        return speak(text, seed)
+
+    case.stack.synthesize = synthesize
+    case.speak(declared=protocol_of(sentences=3, throughput={"aa_pairs": 1, "pairs": 1}), device="cuda")
+    ids = [text.id for text in TEXTS[:3]]
+    shortest = min(TEXTS[:3], key=lambda text: len(text.text)).id
+    assert heard[0] == (shortest, False, False)
+    assert heard[1:4] == [(identity, True, True) for identity in ids]
+    spoken = heard[4:10]
+    assert not any(capturing for _, _, capturing in spoken)
+    assert sorted(spoken) == sorted((identity, patched, False) for identity in ids for patched in (False, True))
+
+
+def test_what_only_warming_up_fell_back_from_is_no_fault(case, timed):
+    timed(0.2, 0.3)
+    run = case.speak(declared=protocol_of(throughput=MANY), device="cuda")
+    assert run.receipts()[0].calls == COUNT  # of 2 × COUNT with the warm-up

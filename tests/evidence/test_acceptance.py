@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
-from verdicts import ADA, FUSION, GUARD, HOPPER, RECEIPT, gate, micro
+from verdicts import ADA, FUSION, GUARD, HOPPER, RECEIPT, environment, gate, micro
 
 from voxfuse import records
 from voxfuse.evidence import acceptance, ledger
@@ -148,3 +149,83 @@ def test_fidelity_alone_counts_only_where_no_real_weights_exist() -> None:
     assert not judge(micro(), fidelity("pass", day=2), gate("pass", day=1)).fidelity_only
     elsewhere = judge(micro(), fidelity("pass"), capability=ADA)
     assert elsewhere.accepted and elsewhere.fidelity_only
+
+
+GRAPH = msgspec.structs.replace(FUSION, graph=True)
+
+
+def blocks(kind: str, speedup: float, count: int = 10, noise: float = 0.01, seed: int = 0) -> tuple[records.Block, ...]:
+    """Timed pairs in which the patched arm speaks ``speedup`` times as fast as the untouched one."""
+    random = np.random.default_rng(seed)
+    return tuple(
+        records.Block(
+            kind=kind,
+            index=index,
+            first="baseline",
+            baseline_wall_s=(0.3, 0.5),
+            patched_wall_s=tuple(wall / speedup * random.normal(1, noise) for wall in (0.3, 0.5)),
+            baseline_audio_s=(3.0, 4.0),
+            patched_audio_s=(3.0, 4.0),
+        )
+        for index in range(count)
+    )
+
+
+def graph_gate(whole: float, rest: float, outcome: records.GateOutcome = "pass", **changes: Any) -> records.GateVerdict:
+    """A gate of the graph beside another fusion: the whole set's speed-up, and the one without the graph."""
+    timed = blocks("a/b", whole) + blocks(f"without:{FUSION.name}", rest, seed=1)
+    return gate(outcome, **({"blocks": timed} | changes))
+
+
+def test_a_graph_is_on_by_the_blocks_without_it() -> None:
+    found = judge(graph_gate(1.5, 1.2), fusion=GRAPH)  # no micro verdict at all
+    assert found.accepted and "the gate's blocks gain ×1.25 with it; gate passed" in found.reason
+    median, low, high = acceptance.leave_one_out_gain(graph_gate(1.5, 1.2), FUSION.name) or (0.0, 0.0, 0.0)
+    assert median == pytest.approx(1.25, abs=0.01) and 1.23 < low < median < high < 1.27
+    assert not judge(graph_gate(1.5, 1.2)).accepted  # a fusion that is no graph needs its micro verdicts
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "reason"),
+    [
+        ((graph_gate(1.5, 1.5),), "no gain"),
+        ((graph_gate(1.2, 1.5),), "×0.80"),
+        ((gate(blocks=blocks("a/b", 1.5)),), "no timed blocks with and without adain_snake in the gate of 2026-11-01"),
+        ((gate(),), "no timed blocks"),
+        ((graph_gate(1.5, 1.2, blocks=blocks("without:adain_snake", 1.2)),), "no timed blocks"),
+        ((graph_gate(1.5, 1.2, protocol="smoke"),), "no passed gate with adain_snake"),
+        ((graph_gate(1.5, 1.2, "inconclusive"),), "no passed gate"),
+        ((graph_gate(1.5, 1.2, "fail"),), "gate failed (full"),
+        ((graph_gate(1.5, 1.2), graph_gate(1.5, 1.2, "fail", day=2)), "gate failed (full"),
+        ((graph_gate(1.5, 1.2), graph_gate(1.5, 1.5, day=2)), "no gain"),
+        ((graph_gate(1.5, 1.2), graph_gate(1.5, 1.5, environment=environment(HOPPER, "NVIDIA H100"))), "no gain"),
+        ((micro(), micro(name="small")), "no passed gate"),
+    ],
+)
+def test_a_graph_without_a_gain_of_its_own_is_off(verdicts: tuple[ledger.Verdict, ...], reason: str) -> None:
+    found = judge(*verdicts, fusion=GRAPH)
+    assert not found.accepted and reason in found.reason
+
+
+def test_a_graph_judged_alone_is_compared_with_untouched_code() -> None:
+    for speedup in (1.3, 1.0):
+        alone = gate(fusions=(FUSION.name,), blocks=blocks("a/b", speedup))
+        assert judge(alone, fusion=GRAPH).accepted == (speedup > 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"patched_wall_s": ()},
+        {"patched_wall_s": (0.0, 0.0)},
+        {"baseline_audio_s": (0.0,)},
+        {"baseline_wall_s": (-1.0,)},
+        {"patched_audio_s": (1e308, 1e308)},
+    ],
+)
+@pytest.mark.parametrize("kind", ["a/b", "without:adain_snake"])
+def test_a_block_without_time_or_audio_says_nothing(changes: dict[str, Any], kind: str) -> None:
+    timed = graph_gate(1.5, 1.2).blocks
+    broken = msgspec.structs.replace(next(block for block in timed if block.kind == kind), index=99, **changes)
+    found = judge(graph_gate(1.5, 1.2, blocks=(*timed, broken)), fusion=GRAPH)
+    assert not found.accepted and "no timed blocks" in found.reason

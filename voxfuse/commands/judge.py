@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from voxfuse.commands import bench as bench_command
+from voxfuse.commands.gate_sets import gate_sets, worth_gating
 from voxfuse.commands.hotspots import matched_fusions
 from voxfuse.commands.judge_state import Content, State, StateMismatch
 from voxfuse.e2e import command as gate_command
@@ -147,8 +148,9 @@ def run(state: State, known: tuple[str, ...], plan: micro.Bench, book: Path, spe
             state.matched(fusions, note)
     print(f"voxfuse judge: {note}", file=sys.stderr)
     judged: tuple[micro.Judged, ...] = ()
+    timed = [name for name in fusions if not FUSIONS[name].graph]  # of graphs the gate's blocks tell the speed
     try:
-        cases = micro.choose(fusions, stack) if fusions else []
+        cases = micro.choose(timed, stack) if timed else []
     except KeyError as error:  # nobody has said how these are judged shape by shape; the rule then refuses them
         print(f"voxfuse judge: {error.args[0]}", file=sys.stderr)
         cases = []
@@ -159,7 +161,9 @@ def run(state: State, known: tuple[str, ...], plan: micro.Bench, book: Path, spe
         if item.verdict is not None:
             _keep(item.verdict, book)
     gates: list[GateVerdict] = []
-    for group in gate_groups(worth_gating(fusions, judged, plan.dry)) if not unfinished else ():
+    patches = registry.patches_of(stack)
+    sets = gate_sets(worth_gating(fusions, judged, plan.dry), patches.patches if patches else (), plan.backend)
+    for group in sets if not unfinished else ():
         verdict = state.verdict_of(group)
         if verdict is None:
             try:
@@ -179,24 +183,6 @@ def run(state: State, known: tuple[str, ...], plan: micro.Bench, book: Path, spe
         )
         settled.append(Settled(name, found_by_rule.accepted, found_by_rule.reason))
     return Outcome(note, judged, tuple(gates), tuple(settled), tuple(unfinished))
-
-
-def worth_gating(fusions: Sequence[str], judged: Sequence[micro.Judged], dry: bool) -> tuple[str, ...]:
-    """The fusions that the micro judge lets through: by the ledger's rule, and on a CPU all that are not wrong."""
-    passed = []
-    for name in fusions:
-        verdicts = [item.verdict for item in judged if item.case.fusion == name and item.verdict is not None]
-        wrong = any(verdict.wrong is not None for verdict in verdicts)
-        if not wrong and (dry or acceptance.micro_finding(verdicts).passed):
-            passed.append(name)
-    return tuple(passed)
-
-
-def gate_groups(fusions: Sequence[str]) -> list[tuple[str, ...]]:
-    """The sets to gate: all that keep the precision class together, each of contract ``reduced`` by itself."""
-    together = tuple(sorted(name for name in fusions if FUSIONS[name].contract != "reduced"))
-    alone = [(name,) for name in sorted(fusions) if FUSIONS[name].contract == "reduced"]
-    return ([together] if together else []) + alone
 
 
 def status(outcome: Outcome, dry: bool) -> int:

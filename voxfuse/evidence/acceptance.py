@@ -7,15 +7,14 @@ micro
     compared with the arm ``eager`` (what the stack itself runs), none lost to it, and every *large* case won. A case
     is large when it moves at least half the bytes of the largest case; small cases may be neutral. Of a fusion that
     replays graphs, the blocks of the newest passed gate say it instead: the whole set must be faster than the set
-    without it, the lower 95 % limit above 1.
+    without it (of one fusion alone: than untouched code), the lower 95 % limit above 1.
 end to end
     The newest decisive gate verdict per GPU model whose fusions include it is a pass. Decisive are a ``fail`` of the
     protocol ``full``, and a ``pass`` of it with real weights, passed guards and kernels that ran (receipts of backend
-    ``triton``). It must be of the
-    same release series of the stack (equal but for the last version component: 0.9.4 speaks for 0.9.*; the patches'
-    source hashes guard the code itself). Where no real weights were to be had (``weights`` begins with ``random``) the
-    newest verdict that decided nothing but whose fidelity guards (names beginning with ``fidelity``) all passed counts
-    as ``fidelity-only``; a pass outranks it, a failure refuses it.
+    ``triton``). It must be of the same release series of the stack (equal but for the last version component: 0.9.4
+    speaks for 0.9.*; the patches' source hashes guard the code itself). Where no real weights were to be had
+    (``weights`` begins with ``random``) the newest verdict that decided nothing but whose fidelity guards (names
+    beginning with ``fidelity``) all passed counts as ``fidelity-only``; a pass outranks it, a failure refuses it.
 
 A fusion of contract ``reduced`` needs a gate verdict of its own, with no other fusion on.
 
@@ -114,7 +113,10 @@ def _accepted_on(
         if verdict.environment.compute_capability == compute_capability
         and _series(verdict.stack_version) == _series(stack_version)
     ]
+    gate = _gate(here)
     if fusion.graph:
+        if gate.passed is False:
+            return Acceptance(False, gate.reason)
         speed = graph_finding(fusion.name, here)
     else:
         speed = micro_finding(
@@ -122,7 +124,6 @@ def _accepted_on(
         )
     if not speed.passed:
         return Acceptance(False, speed.reason)
-    gate = _gate(here)
     if gate.passed is None:
         return Acceptance(
             False,
@@ -133,31 +134,29 @@ def _accepted_on(
 
 
 def graph_finding(fusion: str, gates: list[GateVerdict]) -> Finding:
-    """What the blocks of the newest decisive gate on each GPU model say of a fusion that replays graphs."""
-    decisive = [verdict for verdict in gates if _is_decisive(verdict)]
+    """What the blocks of the newest passed gate on each GPU model say of a fusion that replays graphs."""
+    passed = [verdict for verdict in gates if verdict.verdict == "pass" and _is_decisive(verdict)]
     gains = []
-    for verdict in _newest(decisive, key=lambda verdict: verdict.environment.gpu):
+    for verdict in _newest(passed, key=lambda verdict: verdict.environment.gpu):
         gain = leave_one_out_gain(verdict, fusion)
         if gain is None:
-            return Finding(None, f"no blocks without {fusion} in the gate of {verdict.measured_at}")
+            return Finding(None, f"no timed blocks with and without {fusion} in the gate of {verdict.measured_at}")
         median, low, high = gain
         if not low > 1:
             return Finding(False, f"with {fusion} ×{median:.3f} [{low:.3f}, {high:.3f}]: no gain")
         gains.append(f"×{median:.2f}")
     if not gains:
-        return Finding(None, "no gate verdict with blocks that leave it out")
+        return Finding(None, f"no passed gate with {fusion}")
     return Finding(True, f"the gate's blocks gain {', '.join(gains)} with it")
 
 
 def leave_one_out_gain(verdict: GateVerdict, fusion: str) -> tuple[float, float, float] | None:
     """Throughput of the whole set over that of the set without a fusion, both against untouched code: ratio of the
-    medians, and the bootstrap's 95 % limits. None where either was not timed."""
-    ratios = {
-        kind: np.array([_throughput_ratio(block) for block in verdict.blocks if block.kind == kind])
-        for kind in ("a/b", f"without:{fusion}")
-    }
-    whole, rest = ratios.values()
-    if not whole.size or not rest.size:
+    medians, and the bootstrap's 95 % limits. Without its only fusion a set is untouched code. None where either was not
+    timed, or a block holds no time or no audio."""
+    whole = _throughput_ratios(verdict, "a/b")
+    rest = np.ones(1) if verdict.fusions == (fusion,) else _throughput_ratios(verdict, f"without:{fusion}")
+    if not all(values.size and np.isfinite(values).all() for values in (whole, rest)):
         return None
     random = np.random.default_rng(0)
     medians = [np.median(random.choice(values, (RESAMPLES, values.size)), axis=1) for values in (whole, rest)]
@@ -165,10 +164,14 @@ def leave_one_out_gain(verdict: GateVerdict, fusion: str) -> tuple[float, float,
     return float(np.median(whole) / np.median(rest)), float(low), float(high)
 
 
-def _throughput_ratio(block: records.Block) -> float:
-    """Patched over untouched audio seconds per second."""
-    patched = sum(block.patched_audio_s) / sum(block.patched_wall_s)
-    return patched / (sum(block.baseline_audio_s) / sum(block.baseline_wall_s))
+def _throughput_ratios(verdict: GateVerdict, kind: str) -> np.ndarray:
+    """Patched over untouched audio seconds per second of each block; NaN where one holds no time or no audio."""
+    blocks = [block for block in verdict.blocks if block.kind == kind]
+    parts = [(b.patched_audio_s, b.baseline_wall_s, b.patched_wall_s, b.baseline_audio_s) for b in blocks]
+    sums = np.array([[sum(part) for part in block] for block in parts], dtype=np.float64).reshape(-1, 4)
+    sums[sums <= 0] = np.nan
+    with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+        return sums[:, 0] / sums[:, 2] * (sums[:, 1] / sums[:, 3])
 
 
 def micro_finding(verdicts: list[MicroVerdict]) -> Finding:
