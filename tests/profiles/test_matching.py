@@ -1,8 +1,13 @@
 """Patterns: what they match, and that every fusion has some."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 
+from voxfuse import kernels
 from voxfuse.fusions.registry import FUSIONS
+from voxfuse.kernels._op import OPS
 from voxfuse.profiles import matching
 from voxfuse.profiles.components import component_of
 from voxfuse.profiles.operations import is_library_kernel, is_library_op, is_unsteady, is_view, short
@@ -73,3 +78,37 @@ def test_names():
 )
 def test_stages_without_a_declared_component_go_by_their_names(stage, component):
     assert component_of(stage, {}) == component and component_of(stage, {stage: "AR"}) == "AR"
+
+
+def test_the_names_read_from_the_sources_are_those_of_the_registered_operations() -> None:
+    """However a kernel file spells its operation's name: a profile of any stack reads all of them."""
+    pytest.importorskip("triton")
+    for file in Path(kernels.__file__).parent.glob("[a-z]*.py"):
+        importlib.import_module(f"voxfuse.kernels.{file.stem}")
+    named = {name for names in matching._own_names().values() for name in names if "::" in name}
+    assert named == {f"voxfuse::{name}" for name in OPS if OPS[name].launch.__module__.startswith("voxfuse.")}
+
+
+RMS = ("to", "pow", "mean", "add", "rsqrt", "mul", "to", "mul")
+ROTARY = ("mul", "neg", "cat", "mul", "add", "mul", "neg", "cat", "mul", "add", "cat", "cat")
+
+
+@pytest.mark.parametrize(
+    ("operations", "classes", "expected"),
+    [
+        (RMS, ("DecoderLayer", "RMSNorm"), ("rms_norm",)),
+        (RMS, ("DecoderLayer", "Attention", "RMSNorm"), ("rms_norm", "gqa_attention")),
+        (ROTARY, ("DecoderLayer", "Attention"), ("gqa_attention",)),
+        (("scaled_dot_product_attention",), ("DecoderLayer", "Attention"), ("gqa_attention",)),
+        (("silu",), ("DecoderLayer", "MLP", "*SiLUActivation"), ("swiglu",)),
+        (("mul",), ("DecoderLayer", "MLP"), ("swiglu",)),
+        (("linear",), ("DecoderLayer", "MLP", "*Linear"), ()),
+        (("linear",), ("DecoderLayer", "Attention", "*Linear"), ()),
+        (("add",), ("DecoderLayer",), ()),
+    ],
+)
+def test_the_chains_of_a_qwen3_decoder_find_their_fusions(operations, classes, expected):
+    """As torch 2.13 and transformers 5.24 dispatch them, in a profile of ``Qwen3ForCausalLM``."""
+    path = tuple(name[1:] if name.startswith("*") else f"Qwen3{name}" for name in classes)
+    assert matching.matches(operations, path, (), "transformers") == expected
+    assert matching.matches(operations, path, (), "kokoro") == ()

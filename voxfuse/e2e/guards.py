@@ -232,7 +232,7 @@ def no_regression(name: str, ratio: float | None, noise: float | None, rules: Th
 def peak_memory(baseline: int | None, patched: int | None, rules: ThroughputRules, absent: str) -> Guard:
     """Peak device memory within the tolerance, or above it by no more than the declared allowance."""
     name = "peak GPU memory"
-    if baseline is None or patched is None:
+    if not baseline or patched is None:  # no bytes at all: nothing was measured
         return Guard(name=name, value=None, limit=rules.tolerance, outcome="not-judged", detail=absent)
     limit = max(rules.tolerance, rules.memory_allowance_bytes / baseline)
     share = patched / baseline - 1

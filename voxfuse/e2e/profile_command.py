@@ -17,9 +17,11 @@ import msgspec
 import torch
 import typer
 
+from voxfuse.e2e.options import checked_device, checked_folder
 from voxfuse.e2e.stack import Stack, WeightsMissing
 from voxfuse.e2e.stacks import driver
 from voxfuse.e2e.texts import load_texts
+from voxfuse.fusions.graph_runner import capturing
 from voxfuse.patches.errors import PatchError
 from voxfuse.profiles import capture, follow, tensorboard
 from voxfuse.profiles.analyse import NOISE, analyse_files
@@ -64,7 +66,8 @@ def profile(
     """
     if (stack is None) == (not command):
         raise typer.BadParameter("give either --stack NAME or, after --, a command")
-    folder = out or Path("runs") / f"profile-{stack or 'command'}"
+    folder = checked_folder(out or Path("runs") / f"profile-{stack or 'command'}", "--out")
+    where = checked_device(device)
     with errors("profile", MENDABLE):
         if page:
             require_plots()
@@ -80,8 +83,7 @@ def profile(
             )
             components: dict[str, str] = {}
         else:
-            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-            report, stages = _speak(stack, device, sentences, patched, backend, model_dir, folder, noise)
+            report, stages = _speak(stack, where, sentences, patched, backend, model_dir, folder, noise)
             components = {stage.name: stage.component for stage in stages}
             traces = [folder / "trace.json.gz"]
         with reading() as notify:
@@ -107,8 +109,6 @@ def _speak(
     noise: float,
 ) -> tuple[HotspotReport, Sequence[Stage]]:
     """Warm up, time the work without the profiler, trace it, time it again; the report has no process yet."""
-    if device_name.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no GPU: use --device cpu", param_hint="--device")
     try:
         stack = driver(name)
         texts = load_texts(sentences)
@@ -121,7 +121,8 @@ def _speak(
     stages = _stages(stack)
     with _patches(stack, patched, backend or ("triton" if device.type == "cuda" else "reference")):
         _say(f"warming up on {len(texts)} texts")
-        capture.run(requests, device)
+        with capturing():
+            capture.run(requests, device)
         plain = [sum(capture.run(requests, device).walls_s) for _ in range(PLAIN_ROUNDS)]
         _say("recording")
         outer = next((stage.name for stage in stages if not stage.module), None)

@@ -18,7 +18,17 @@ from voxfuse.kernels._op import Run
 from voxfuse.kernels.qk_norm_rope import qk_norm_rope, split_heads
 from voxfuse.kernels.rmsnorm import rms_norm
 from voxfuse.kernels.swiglu import swiglu
-from voxfuse.records import Fusion
+from voxfuse.records import Fusion, FusionPattern
+
+MODELS = ("Llama", "Qwen2", "Qwen3")
+ROTATION = ("mul", "neg", "cat", "mul", "add")  # x · cos + rotate_half(x) · sin
+
+
+def _patterns(module: str, *chains: tuple[str, ...]) -> tuple[FusionPattern, ...]:
+    return tuple(
+        FusionPattern(operations=operations, modules=(f"{model}{module}",)) for model in MODELS for operations in chains
+    )
+
 
 RMS_NORM = Fusion(
     name="rms_norm",
@@ -27,6 +37,7 @@ RMS_NORM = Fusion(
     contract="same-precision",
     envelope="fp32, fp16 or bf16, any width; inference only",
     kernels=("rmsnorm",),
+    patterns=_patterns("RMSNorm", ()),
 )
 SWIGLU = Fusion(
     name="swiglu",
@@ -35,6 +46,7 @@ SWIGLU = Fusion(
     contract="same-precision",
     envelope="fp32, fp16 or bf16, hidden_act silu; inference only",
     kernels=("swiglu",),
+    patterns=_patterns("MLP", ("silu",), ("mul",)),
 )
 GQA_ATTENTION = Fusion(
     name="gqa_attention",
@@ -43,6 +55,10 @@ GQA_ATTENTION = Fusion(
     contract="same-precision",
     envelope="fp32, fp16 or bf16, attn_implementation sdpa or voxfuse, no dropout; inference only",
     kernels=("qk_norm_rope", "gqa_decode"),
+    patterns=(
+        FusionPattern(modules=("Qwen3Attention", "Qwen3RMSNorm")),
+        *_patterns("Attention", ROTATION, ("scaled_dot_product_attention",)),
+    ),
 )
 
 Update = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -110,11 +110,22 @@ def _own_names() -> dict[str, frozenset[str]]:
     found = {}
     for file in sorted(folder.glob("[a-z]*.py")):
         names = set()
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+        constants = dict(filter(None, map(_constant, body)))
+        for node in body:
             for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
                 if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("fused_op"):
-                    names.add(_OWN_OP + ast.literal_eval(decorator.args[0]))
+                    name = decorator.args[0]
+                    names.add(_OWN_OP + (constants[name.id] if isinstance(name, ast.Name) else ast.literal_eval(name)))
                 elif "jit" in ast.unparse(decorator):
                     names.add(node.name)  # type: ignore[attr-defined]
         found[file.stem] = frozenset(names)
     return found
+
+
+def _constant(node: ast.stmt) -> tuple[str, str] | None:
+    """The name and value of a module's constant text, or None."""
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(text))):
+            return name, text
+    return None
