@@ -8,6 +8,7 @@ micro     one MicroVerdict per case of voxfuse/microbench/cases, written under O
 decoder   wall time of the real Kokoro decoder (random weights): untouched, patched, torch.compile
 launches  kernels launched and GPU busy time of the same, from torch.profiler
 gate      ``voxfuse gate --generate-only`` with real weights, into OUT/gate; ``--gate-args`` adds arguments
+sanitizer every kernel under compute-sanitizer's memcheck and racecheck
 
 The suite is resumable: what OUT holds is not measured again, each step stops when the budget would be exceeded, and the
 table at the end shows what is there and what is missing. Exit status: 0 all done and sound, 1 something is wrong,
@@ -49,6 +50,7 @@ STEPS = {
     "decoder": ("gpu_decoder", "run_walls"),
     "launches": ("gpu_decoder", "run_launches"),
     "gate": ("gpu_gate", "run"),
+    "sanitizer": ("gpu_sanitizer", "run"),
 }
 PIECE_BYTES = 15_000_000
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from voxfuse._version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from voxfuse.fusions.graph_runner import capturing
     from voxfuse.patches.engine import apply_patches
     from voxfuse.patches.patchset import PatchSet
 
-__all__ = ["PatchSet", "__version__", "apply_patches"]
+__all__ = ["PatchSet", "__version__", "apply_patches", "capturing"]
 
 if os.environ.get("VOXFUSE_BACKEND") == "interpreter":
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is decorated, so before any kernel is imported
@@ -22,6 +23,10 @@ def __getattr__(name: str) -> Any:
         from voxfuse import patches  # late: it imports torch and Triton
 
         return getattr(patches, name)
+    if name == "capturing":
+        from voxfuse.fusions import graph_runner
+
+        return graph_runner.capturing
     raise AttributeError(f"module 'voxfuse' has no attribute {name!r}")
 
 

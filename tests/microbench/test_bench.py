@@ -21,14 +21,14 @@ from voxfuse.kernels._op import Run
 from voxfuse.kernels._tuned import options
 from voxfuse.kernels.adain import OPERATION, adain_act, shape_class
 from voxfuse.microbench import bench, peers, plots, tune
-from voxfuse.microbench.arms import OPERATIONS
+from voxfuse.microbench.cases import load_cases, stacks_with_cases
 from voxfuse.microbench.ceilings import MATMULS, machine_ceilings, matmul_flop_per_s
 from voxfuse.microbench.peers import Peer
 from voxfuse.microbench.timer import HostClock
 from voxfuse.records import MicroVerdict
 
 CPU = torch.device("cpu")
-KNOWN = set(OPERATIONS)
+KNOWN = {judged.fusion for stack in stacks_with_cases() for judged in load_cases(stack)}
 
 
 def run(*arguments: object) -> Any:

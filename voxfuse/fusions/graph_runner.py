@@ -144,7 +144,7 @@ class GraphRunner:
                 return self._refused[key]
             if key in self._wanted or self._policy == "first_use" or getattr(_asked, "inside", False):
                 return self._capture(key)
-        return f"no graph of {rows} rows × {key.bucket}: warm up inside voxfuse.fusions.graph_runner.capturing()"
+        return f"no graph of {rows} rows × {key.bucket}: warm up inside voxfuse.capturing()"
 
     def replay(
         self, found: Captured, *tensors: torch.Tensor, lengths: torch.Tensor | Sequence[int] | None = None

@@ -29,7 +29,8 @@ from voxfuse.kernels.moments import moments, residual_moments
 from voxfuse.kernels.stft import stft_polar
 
 LAST_SLOPE, SLOPE = 0.01, 0.1  # leaky_relu before conv_post and before each upsampling convolution
-BRANCH_SAMPLES = 1_000_000  # of rows · samples, up to which branches of the graph pay: 40 s
+BRANCH_SAMPLES = 400_000  # of rows · samples, up to which branches of the graph pay: 16 s
+NOISE_LANE = 0  # of the branches (``_fork``); the parallel blocks have the lanes behind it
 IN_MULTIPLE, OUT_MULTIPLE = 64, 8  # of channels: cuDNN's kernels for others take up to three times as long
 
 
@@ -122,7 +123,8 @@ class _Voice:
             if stage == generator.num_upsamples - 1:  # one frame more, reflected in front
                 lengths = None if lengths is None else lengths + 1
             self._lengths_of.append(lengths)
-            self._noises.append(Fork(functools.partial(self._noise, stage, harmonics), self._apart))
+            lane = NOISE_LANE if self._apart else None
+            self._noises.append(Fork(functools.partial(self._noise, stage, harmonics), lane))
 
     def _by_stage(self) -> list[list[Any]]:
         """The blocks of each stage: the one for the source, then the parallel ones."""
@@ -153,7 +155,7 @@ class _Voice:
             first, *others = [
                 functools.partial(self._block, stage, 1 + i, x, known) for i in range(generator.num_kernels)
             ]
-            forks = [Fork(other, self._apart) for other in others]
+            forks = [Fork(other, NOISE_LANE + i if self._apart else None) for i, other in enumerate(others, 1)]
             parts = [first(), *(fork.join() for fork in forks)]
         post = generator.conv_post
         weight = packed_weight(post, out_channels=-(-post.out_channels // OUT_MULTIPLE) * OUT_MULTIPLE)

@@ -52,7 +52,8 @@ TEXT_GRAPH = Fusion(
         for name in ("CustomAlbert", "DurationEncoder", "TextEncoder", "ProsodyPredictor")
     ),
 )
-MEMORY_CAP_BYTES = 2**30  # for each stage of each model
+MEMORY_CAP_BYTES = 2 * 2**30  # for each stage of each model; cuBLAS takes most of it, for each arena a workspace
+TEXT_LANE = 1  # of TextEncoder's branch (``_fork``); its LSTM takes the next one, those beside it lane 0
 STYLE = 128  # ref_s [1, 256]: the first half is the decoder's, the second the text side's
 # What the stages take apart, as upstream builds it.
 STRUCTURE = (
@@ -85,7 +86,7 @@ def token_stage(
         ids = ids.masked_fill(beyond, 0.0)
     ids = ids.long()
     predictor = model.predictor
-    t_en = Fork(functools.partial(_encode_text, model.text_encoder, ids, beyond, lengths), apart=True)
+    t_en = Fork(functools.partial(_encode_text, model.text_encoder, ids, beyond, lengths), TEXT_LANE)
     d = _encode_durations(predictor.text_encoder, model.bert_encoder(_bert(model.bert, ids, beyond)), style, lengths)
     x = lstm.bidirectional(predictor.lstm, d, lengths)
     durations = torch.sigmoid(predictor.duration_proj(x)).sum(dim=-1)
@@ -124,7 +125,7 @@ def _encode_text(
         x = convolve(convolution, _cleared(x, beyond))
         for layer in rest:
             x = layer(x)
-    return lstm.bidirectional(encoder.lstm, x.transpose(1, 2), lengths).transpose(1, 2)
+    return lstm.bidirectional(encoder.lstm, x.transpose(1, 2), lengths, TEXT_LANE + 1).transpose(1, 2)
 
 
 def _cleared(x: torch.Tensor, beyond: torch.Tensor | None) -> torch.Tensor:

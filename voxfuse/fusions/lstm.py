@@ -43,11 +43,12 @@ def unsupported(lstm: nn.Module) -> str | None:
     return None
 
 
-def bidirectional(lstm: nn.LSTM, x: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+def bidirectional(lstm: nn.LSTM, x: torch.Tensor, lengths: torch.Tensor | None, lane: int = 0) -> torch.Tensor:
     """The output [rows, units, 2·hidden] of x [rows, units, channels], zero behind each row's end.
 
     ``lengths``: int64 [rows] on the device, at least 1 each; None where all of every row is valid, which the module
-    runs by itself. What x holds behind a row's end means nothing. Capturable; no gradient reaches the weights.
+    runs by itself. What x holds behind a row's end means nothing. ``lane`` is that of the reverse direction's branch
+    (``_fork``). Capturable; no gradient reaches the weights.
     """
     if lengths is None:
         output: torch.Tensor = lstm(x)[0]
@@ -58,7 +59,7 @@ def bidirectional(lstm: nn.LSTM, x: torch.Tensor, lengths: torch.Tensor | None) 
     length = lengths.unsqueeze(1)
     backwards = (length - 1 - position) % units
     turned = _take(x, backwards)
-    fork = Fork(lambda: reverse(turned)[0], apart=True)
+    fork = Fork(lambda: reverse(turned)[0], lane)
     joined = torch.cat([forward(x)[0], _take(fork.join(), backwards)], dim=2)
     return joined.masked_fill_((position >= length).unsqueeze(2), 0.0)
 

@@ -1,0 +1,148 @@
+"""Step ``sanitizer``: every kernel at awkward small shapes under compute-sanitizer's memcheck and racecheck.
+
+``python scripts/gpu_sanitizer.py`` is the program that is watched: each call once, allocations without a cache, so that
+an access one element beyond a tensor is one beyond an allocation.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
+
+from gpu_suite_state import NOT_REACHED, Row, Suite
+
+from voxfuse.kernels._op import TALLIES, FusedOp, Run
+from voxfuse.kernels.adain import adain_act
+from voxfuse.kernels.adain_channels_last import adain_channels_last
+from voxfuse.kernels.gqa_decode import gqa_decode
+from voxfuse.kernels.istft import istft_polar
+from voxfuse.kernels.mean_act import mean_act
+from voxfuse.kernels.moments import moments, residual_moments
+from voxfuse.kernels.qk_norm_rope import qk_norm_rope
+from voxfuse.kernels.qk_norm_rope_cached import qk_norm_rope_cached
+from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
+from voxfuse.kernels.sine_source import sine_source
+from voxfuse.kernels.stft import stft_polar
+from voxfuse.kernels.swiglu import swiglu
+
+TOOLS = ("memcheck", "racecheck")
+FOUND = 86  # exit status that compute-sanitizer gives where it found something
+FEWEST_SECONDS = 40.0
+
+
+def run(suite: Suite) -> Iterator[Row]:
+    """One row a tool."""
+    for tool in TOOLS:
+        yield _watched(suite, tool)
+
+
+def _watched(suite: Suite, tool: str) -> Row:
+    key = f"sanitizer-{tool}"
+    saved = suite.saved(key)
+    if saved is not None:
+        return Row(key, saved["text"])
+    if suite.dry:
+        return Row(key, f"{sum(1 for _ in calls(torch.device('cpu')))} calls, not watched on a CPU")
+    command = shutil.which("compute-sanitizer")
+    if command is None:
+        return Row(key, "compute-sanitizer is not on PATH", "missing")
+    if suite.left() < FEWEST_SECONDS:
+        return Row(key, NOT_REACHED, "missing")
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    watched = [command, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, __file__]
+    try:
+        done = subprocess.run(watched, capture_output=True, text=True, timeout=suite.left() - 10, env=environment)
+    except subprocess.TimeoutExpired:
+        return Row(key, NOT_REACHED, "missing")
+    lines = [line for line in done.stdout.splitlines() if "SUMMARY" in line or "calls" in line]
+    text = "; ".join(lines) or (done.stdout + done.stderr).strip()[-300:]
+    if done.returncode == 0:
+        suite.save(key, {"text": text})
+        return Row(key, text)
+    print(done.stdout[-6000:], done.stderr[-2000:], flush=True)
+    return Row(key, f"status {done.returncode}: {text}", "wrong")
+
+
+def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
+    """Every kernel with sizes off its blocks, lengths inside of the rows, and strides that are not its own."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device)
+
+    for channels, frames in ((5, 67), (33, 129), (128, 1000), (8, 8200)):
+        lengths = torch.tensor([frames, frames // 2], device=device)
+        style, weight, bias = normal(2, 2 * channels), normal(channels), normal(channels)
+        alpha = normal(channels).exp()
+        yield adain_act, (normal(2, channels, frames), style, weight, bias, alpha, lengths, 1e-5, 0.0)
+        for phases in (1, 3, 5):
+            padded = -(-frames // phases) * phases
+            x, residual = normal(2, padded, channels), normal(2, frames, channels)
+            known = moments.reference(x, lengths, frames, phases)
+            affine = style, weight, bias, alpha, lengths
+            yield moments, (x, lengths, frames, phases)
+            yield residual_moments, (x, bias, residual, lengths, frames, phases)
+            yield adain_channels_last, (x, known, *affine, frames, phases, 6 - phases, 1e-5, 0.0)
+        yield residual_moments, (normal(2, channels, frames).transpose(1, 2), None, None, lengths, frames, 1)
+        yield mean_act, (*(normal(2, channels, frames) for _ in range(3)), lengths, 3.0, 0.1)
+    window = torch.hann_window(20, device=device)
+    for samples in (11, 240, 5003):
+        lengths = torch.tensor([samples, max(11, samples // 2)], device=device)
+        yield stft_polar, (normal(2, samples), window, lengths, 5)
+        frames = samples // 5 + 1
+        ends = torch.tensor([frames, max(2, frames // 2)], device=device)
+        yield istft_polar, (normal(2, 11, frames), normal(2, 11, frames), window, ends, 5, "exp_sin")
+    for frames in (1, 7, 40):
+        samples = 300 * frames
+        source = (100 + 50 * normal(2, samples)).abs(), torch.rand(2, 9, device=device), normal(2, samples, 9)
+        yield sine_source, (*source, normal(1, 9), normal(1), None, 300, 24_000.0, 0.1, 0.003, 10.0)
+    for width in (7, 896, 1000):
+        x, weight = normal(3, width), normal(width)
+        yield rms_norm, (x, weight, 1e-6, "cast_then_scale")
+        yield add_rms_norm, (x, normal(3, width), weight, 1e-6, "cast_then_scale")
+        yield swiglu, (x, normal(3, width))
+    for heads, kv_heads, keys in ((14, 2, 65), (4, 4, 300)):
+        ends = torch.tensor([keys, 3], device=device)
+        kv = normal(2, kv_heads, keys, 64), normal(2, kv_heads, keys, 64)
+        yield gqa_decode, (normal(2, heads, 1, 64), *kv, ends, None, 0.125, True, 0)
+        heads_of_token = normal(2, 1, heads, 64), normal(2, 1, kv_heads, 64)
+        rope = (
+            normal(2, 1, 64),
+            normal(2, 1, 64),
+            normal(64),
+            normal(64),
+            1e-6,
+            "cast_then_scale",
+            "half",
+            [],
+            False,
+            False,
+        )
+        yield qk_norm_rope, (*heads_of_token, *rope)
+        slots = torch.tensor([[keys - 1], [2]], device=device)
+        yield qk_norm_rope_cached, (*heads_of_token, normal(2, 1, kv_heads, 64), *kv, slots, *rope)
+
+
+@torch.no_grad()
+def main() -> None:
+    run = Run("triton", "sanitizer")
+    count = 0
+    for op, arguments in calls(torch.device("cuda")):
+        op(*arguments, run=run)
+        torch.cuda.synchronize()
+        count += 1
+    fallbacks = dict(TALLIES.of(run.receipt).fallbacks)
+    print(f"{count} calls, fallbacks {fallbacks}")
+    sys.exit(1 if fallbacks else 0)
+
+
+if __name__ == "__main__":
+    main()
