@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from voxfuse.__main__ import app
 from voxfuse.e2e import profile_command
 from voxfuse.e2e.stack import WeightsMissing
+from voxfuse.fusions import graph_runner
 from voxfuse.profiles import report
 from voxfuse.profiles.capture import Stage
 from voxfuse.records import HotspotReport, from_json
@@ -91,6 +92,8 @@ def test_a_command_that_leaves_no_trace_ends_with_2(tmp_path):
         ((), "give either --stack NAME or, after --, a command"),
         (("--stack", "tones", "--", "ls"), "give either"),
         (("--stack", "tones", "--device", "cuda"), "use --device cpu"),
+        (("--stack", "tones", "--device", "banana"), "expected cpu, cuda or cuda:N"),
+        (("--stack", "tones", "--out", __file__), "is a file"),
         (("--stack", "tones", "--sentences", "0"), "sentences"),
     ],
 )
@@ -98,6 +101,19 @@ def test_usage_ends_with_2(stack, tmp_path, monkeypatch, arguments, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = run("profile", "--out", tmp_path, *arguments)
     assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_graphs_are_captured_while_warming_up_and_not_in_the_trace(stack, tmp_path, monkeypatch):
+    asked, speak = [], stack.synthesize
+
+    def synthesize(text, seed):
+        asked.append(getattr(graph_runner._asked, "inside", False))
+        return speak(text, seed)
+
+    monkeypatch.setattr(stack, "synthesize", synthesize)
+    result = run("profile", "--stack", "tones", "--device", "cpu", "--sentences", 2, "--out", tmp_path, "--no-page")
+    assert result.exit_code == 0, result.output
+    assert asked[:2] == [True, True] and len(asked) > 2 and not any(asked[2:])
 
 
 def test_what_is_missing_ends_with_2(stack, tmp_path, monkeypatch):

@@ -1,6 +1,10 @@
 """The ledger: what it writes and refuses to write, and what becomes of a bad file."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -17,8 +21,12 @@ def test_append_names_the_file_and_never_overwrites(tmp_path: Path) -> None:
     assert path == tmp_path / "nvidia-h200" / "micro-verdict-adain_snake-large-20261101T100000.json"
     before = path.read_bytes()
     with pytest.raises(FileExistsError, match="never overwritten"):
+        ledger.append(micro(), tmp_path)
+    others = [ledger.append(micro(outcome), tmp_path) for outcome in ("loss", "neutral")]  # of the same second
+    assert [other.name for other in others] == [path.name.replace(".json", f"-{number}.json") for number in (2, 3)]
+    with pytest.raises(FileExistsError, match=others[0].name):
         ledger.append(micro("loss"), tmp_path)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == before and len(ledger.load([tmp_path])) == 3
     on_cpu = gate(environment=environment(None, None), protocol="../smoke test")
     assert ledger.append(on_cpu, tmp_path) == tmp_path / "cpu" / "gate-verdict-kokoro-smoke-test-20261101T120000.json"
 
@@ -29,6 +37,52 @@ def test_append_refuses_what_is_no_verdict(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not an ISO 8601 time: 'today'"):
         ledger.append(micro(measured_at="today"), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_append_at_once_lose_nothing(tmp_path: Path) -> None:
+    code = """if True:
+        import sys, time, msgspec
+        from pathlib import Path
+        from verdicts import micro
+        from voxfuse.evidence import ledger
+        host, book, at = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+        made = [micro(name=f"case {index}") for index in range(20)]
+        made = [msgspec.structs.replace(item, environment=msgspec.structs.replace(item.environment, driver=host))
+                for item in made]
+        time.sleep(max(0.0, at - time.time()))
+        for item in made:
+            ledger.append(item, book)
+    """
+    at = str(time.time() + 4)
+    command = [sys.executable, "-c", code]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    running = [subprocess.Popen([*command, host, str(tmp_path), at], env=environ) for host in ("one", "two", "three")]
+    assert [process.wait(timeout=100) for process in running] == [0, 0, 0]
+    entries = ledger.load([tmp_path])
+    assert len(entries) == 60 and len({(e.verdict.environment.driver, ledger.case(e.verdict)) for e in entries}) == 60
+    assert list(tmp_path.rglob("*.part")) == []
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[:10])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.append(micro(), tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert ledger.append(micro(), tmp_path).is_file()
+
+
+@pytest.mark.parametrize("time_then", ["0001-01-01T00:00:00+23:00", "9999-12-31T23:59:59-23:00"])
+def test_a_time_that_utc_cannot_hold_is_a_bad_file_and_not_a_crash(time_then: str, tmp_path: Path) -> None:
+    ledger.append(micro(), tmp_path)
+    (tmp_path / "planted.json").write_bytes(records.to_json(micro(measured_at=time_then)))
+    with pytest.warns(ledger.LedgerWarning, match="planted.json.*not an ISO 8601 time"):
+        assert len(ledger.load([tmp_path])) == 1
 
 
 def test_appended_verdicts_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

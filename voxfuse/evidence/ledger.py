@@ -11,6 +11,7 @@ What the verdicts allow is in ``acceptance.py``.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import warnings
@@ -92,7 +93,7 @@ def read(path: Path) -> Verdict:
 
 
 def append(verdict: Verdict, folder: Path) -> Path:
-    """Write a verdict into a ledger folder and return its path.
+    """Write a verdict into a ledger folder and return its path; another of the same second gets a number.
 
     Raises FileExistsError where that verdict is already there (records are never overwritten), TypeError where the
     record is not a verdict, and ValueError where ``measured_at`` is not an ISO 8601 time or a micro verdict does not
@@ -104,12 +105,19 @@ def append(verdict: Verdict, folder: Path) -> Path:
         raise ValueError(f"this verdict of {verdict.fusion} does not follow from its samples: {fault}")
     kind = str(verdict.__struct_config__.tag)
     date = moment(verdict).strftime("%Y%m%dT%H%M%S")
-    name = "-".join((kind, _slug(subject(verdict)), _slug(case(verdict)), date)) + ".json"
-    path = folder / _slug(verdict.environment.gpu or "cpu") / name
-    if path.exists():
-        raise FileExistsError(f"{path} exists; records are never overwritten: measure again for a new one")
-    records.write(verdict, path)
-    return path
+    name = "-".join((kind, _slug(subject(verdict)), _slug(case(verdict)), date))
+    home = folder / _slug(verdict.environment.gpu or "cpu")
+    for number in itertools.count(1):
+        path = home / (f"{name}.json" if number == 1 else f"{name}-{number}.json")
+        try:
+            records.write(verdict, path)
+        except FileExistsError as error:  # two GPUs of one host judge the same case at the same time
+            if path.read_bytes() == records.to_json(verdict):
+                message = f"{path} exists; records are never overwritten: measure again for a new one"
+                raise FileExistsError(message) from error
+        else:
+            return path
+    raise AssertionError("numbers do not end")
 
 
 def subject(verdict: Verdict) -> str:
@@ -126,9 +134,9 @@ def moment(verdict: Verdict) -> datetime:
     """When it was measured; a time without a zone is UTC. Raises ValueError where it is not an ISO 8601 time."""
     try:
         measured = datetime.fromisoformat(verdict.measured_at.replace("Z", "+00:00"))  # 3.10 does not read "Z"
-    except ValueError as error:
+        return measured.astimezone(timezone.utc) if measured.tzinfo else measured.replace(tzinfo=timezone.utc)
+    except (ValueError, OverflowError) as error:  # beyond the years 1 to 9999 in UTC
         raise ValueError(f"measured_at is not an ISO 8601 time: {verdict.measured_at!r}") from error
-    return measured.astimezone(timezone.utc) if measured.tzinfo else measured.replace(tzinfo=timezone.utc)
 
 
 @functools.lru_cache(maxsize=4096)

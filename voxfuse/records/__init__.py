@@ -313,11 +313,21 @@ def read(path: Path) -> AnyDocument:
 
 
 def write(record: Document, path: Path) -> None:
-    """Write one record; an existing file is never overwritten (FileExistsError): records are append-only."""
+    """Write one record; an existing file is never overwritten (FileExistsError): records are append-only.
+
+    The file is there whole or, where writing was interrupted, not at all.
+    """
     data = to_json(record)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("xb") as file:
-        file.write(data)
+    path.open("xb").close()  # the name is ours from here on
+    partial = path.with_name(f"{path.name}.part")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        path.unlink()
+        raise
 
 
 def json_schema(kind: type[Record]) -> dict[str, Any]:
