@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verdicts import H200, measured, verdict
+from verdicts import FUSION, H200, gate, measured, verdict
 
 from voxfuse.commands.ledger import page
 from voxfuse.evidence import ledger, listing, render, stale, why
@@ -155,3 +155,10 @@ def test_the_page_in_the_repository_is_current() -> None:
 def test_records_written_before_arithmetic_was_counted_still_read() -> None:
     data = to_json(measured()).replace(b'"flop": 0,\n', b"")
     assert b'"flop"' not in data and from_json(data, MicroVerdict) == measured()
+
+
+def test_a_fusion_that_only_a_gate_judged_is_judged_and_cells_stay_cells() -> None:
+    graph = msgspec.structs.replace(FUSION, name="graph", graph=True)
+    verdict = gate("fail", fusions=("graph",), reasons=("a|b\nc",))
+    text = render.render([ledger.Entry(Path("x.json"), verdict)], [graph, FUSION], Path.cwd())
+    assert "No record of: adain_snake." in text and "**fail**: a/b c |" in text

@@ -267,3 +267,8 @@ def test_every_class_has_a_shape_in_it_and_candidates_the_table_allows() -> None
     assert tune.operations_of(("adain_snake",)) == tune.operations_of(()) == [OPERATION]
     with pytest.raises(KeyError, match="nothing to tune for other; fusions with an entry in TUNABLE: adain_leaky_relu"):
         tune.operations_of(("other",))
+
+
+def test_a_graph_has_no_cases_and_the_message_says_who_judges_it() -> None:
+    with pytest.raises(KeyError, match=r"decoder_graph: graphs save the host's time: voxfuse gate judges them"):
+        bench.choose(("decoder_graph",), "kokoro")

@@ -13,10 +13,9 @@ from typing import Annotated
 import msgspec
 import torch
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from voxfuse._terminal import plain, table_console
 from voxfuse.e2e.options import checked_device, checked_folder, refuse_ignored
 from voxfuse.evidence import ledger
 from voxfuse.kernels import _tuned
@@ -30,7 +29,6 @@ from voxfuse.recompute import MAX_PAIRS, VOXFUSE
 from voxfuse.records import MicroVerdict, Ratio
 
 PASS, FAIL, ENVIRONMENT, INCONCLUSIVE = 0, 1, 2, 3
-TABLE_COLUMNS = 160  # of a table that goes to a file or pipe
 COLOURS = {"win": "green", "neutral": "yellow", "loss": "red"}
 
 
@@ -112,8 +110,7 @@ def _report(done: Sequence[micro.Judged], folder: Path, plot: Path, as_json: boo
         ]
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return
-    console = Console()
-    (console if console.is_terminal else Console(width=TABLE_COLUMNS)).print(verdict_table(done))
+    table_console().print(verdict_table(done))
     if dry:
         print("a dry run on a CPU, on tiny shapes: nothing is claimed")
     print(f"records: {folder}{drawn}")
@@ -129,9 +126,9 @@ def verdict_table(done: Iterable[micro.Judged]) -> Table:
     for column in ("fusion", "case", "voxfuse µs", "against eager", "against torch.compile", "best peer", "of light"):
         table.add_column(column, justify="right" if column in ("voxfuse µs", "of light") else "left")
     for judged in done:
-        verdict, name = judged.verdict, escape(judged.case.case.name)
+        verdict, name = judged.verdict, plain(judged.case.case.name)
         if verdict is None or verdict.wrong is not None:
-            text = "not reached" if verdict is None else f"[red]WRONG[/], no speed: {escape(verdict.wrong or '')}"
+            text = "not reached" if verdict is None else f"[red]WRONG[/], no speed: {plain(verdict.wrong or '')}"
             table.add_row(judged.case.fusion, name, "", text, "", "", "")
             continue
         ratios = {ratio.baseline: ratio for ratio in verdict.ratios}
@@ -151,8 +148,8 @@ def verdict_table(done: Iterable[micro.Judged]) -> Table:
 
 def _ratio(ratio: Ratio | None, absent: str | None) -> str:
     if ratio is None:
-        return f"absent: {escape(absent or 'not run')}"
-    interval = escape(f"[{ratio.low:.2f}, {ratio.high:.2f}]")
+        return f"absent: {plain(absent or 'not run')}"
+    interval = plain(f"[{ratio.low:.2f}, {ratio.high:.2f}]")
     return f"[{COLOURS[ratio.verdict]}]{ratio.verdict}[/] {ratio.median:.2f}× {interval}"
 
 

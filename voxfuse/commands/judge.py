@@ -13,10 +13,9 @@ from typing import Annotated, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from voxfuse._terminal import plain, table_console
 from voxfuse.commands import bench as bench_command
 from voxfuse.commands.gate_sets import gate_sets, worth_gating
 from voxfuse.commands.hotspots import matched_fusions
@@ -224,16 +223,15 @@ def _report(outcome: Outcome, book: Path, folder: Path, as_json: bool, dry: bool
         report = {"note": outcome.note, "micro": rows, "gates": gates, "settled": settled}
         print(json.dumps({**report, "unfinished": outcome.unfinished, "ledger": str(book)}, indent=1))
         return
-    console = Console()
-    console = console if console.is_terminal else Console(width=bench_command.TABLE_COLUMNS)
+    console = table_console()
     if outcome.judged:
         console.print(bench_command.verdict_table(outcome.judged))
     for gate in outcome.gates:
         reasons = "; ".join(gate.reasons)
-        console.print(f"gate of {', '.join(gate.fusions)}: {gate.verdict}  {reasons}", markup=False, highlight=False)
+        console.print(plain(f"gate of {', '.join(gate.fusions)}: {gate.verdict}  {reasons}"), highlight=False)
     table = Table("fusion", "apply_patches()", "why", title="Settled", title_justify="left")
     for item in outcome.settled:
-        table.add_row(item.fusion, "[green]on" if item.accepted else "[red]off", escape(item.reason))
+        table.add_row(item.fusion, "[green]on" if item.accepted else "[red]off", plain(item.reason))
     console.print(table)
     if dry:
         print("a dry run on a CPU: it settles nothing, and what is on follows other GPUs' verdicts")

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from voxfuse._terminal import plain, table_console
 from voxfuse.evidence import ledger as records_on_file
 from voxfuse.evidence import listing, render, stale, why
 from voxfuse.fusions.registry import FUSIONS, fusion
@@ -82,7 +81,7 @@ def explain(
     if as_json:
         _print_json([item._asdict() | {"acceptance": item.acceptance._asdict()} for item in found])
         return
-    console = Console()
+    console = table_console()
     for item in found:
         place = f"compute capability {capability}" if capability else "a CPU"
         state = "[green]on[/]" if item.acceptance.accepted else "[red]off[/]"
@@ -93,7 +92,7 @@ def explain(
         if item.grounds:
             table = Table("judge", "case", "GPU", "outcome", "detail", "file")
             for ground in item.grounds:
-                table.add_row(*(escape(cell) for cell in ground._replace(file=Path(ground.file).name)))
+                table.add_row(*(plain(cell) for cell in ground._replace(file=Path(ground.file).name)))
             console.print(table)
 
 
@@ -225,8 +224,8 @@ def _show(rows: Sequence[dict[str, str]], columns: Sequence[str], title: str, as
         return
     table = Table(*columns, title=title, title_justify="left")
     for row in rows:
-        table.add_row(*(escape(row[column]) for column in columns))
-    Console().print(table if rows else f"{title}: none")
+        table.add_row(*(plain(row[column]) for column in columns))
+    table_console().print(table if rows else f"{title}: none")
 
 
 def _print_json(value: object) -> None:

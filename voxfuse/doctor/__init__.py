@@ -98,21 +98,21 @@ def is_on(receipt: Receipt) -> bool:
 
 def show(diagnosis: Diagnosis) -> None:
     """Print a diagnosis as two tables: the findings, then every fusion of every stack."""
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    from voxfuse._terminal import plain, table_console
+
+    console = table_console()
     colours = {"ok": "green", "note": "yellow", "problem": "red"}
     table = Table("", "found", "state", "what to do", title=f"voxfuse {VERSION}")
     for finding in diagnosis.findings:
         state = f"[{colours[finding.state]}]{finding.state}"
-        table.add_row(escape(finding.subject), escape(finding.value), state, escape(finding.advice))
+        table.add_row(plain(finding.subject), plain(finding.value), state, plain(finding.advice))
     console.print(table)
     fusions = Table("stack", "fusion", "apply_patches()", "why", title="Fusions, as apply_patches() would leave them")
     for receipt in diagnosis.receipts:
         status = "[green]on" if is_on(receipt) else receipt.status
-        fusions.add_row(escape(receipt.stack), escape(receipt.fusion), status, escape(receipt.reason or ""))
+        fusions.add_row(plain(receipt.stack), plain(receipt.fusion), status, plain(receipt.reason or ""))
     console.print(fusions)
 
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from voxfuse._terminal import table_console
 from voxfuse.e2e.asr import EMBEDDED, AsrMissing, WhisperTranscriber
 from voxfuse.e2e.gate import EXIT_STATUS, NothingApplied, generate, run_gate, show
 from voxfuse.e2e.generate import Notify
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from voxfuse.patches.patchset import PatchSet
 
 USAGE_OR_ENVIRONMENT = 2
-TABLE_COLUMNS = 160  # of a table that goes to a file or pipe
 MENDABLE = (RunMismatch, WeightsMissing, AsrMissing, NothingApplied, PatchError, MeasurementFailed, ImportError)
 BackendName = Literal["triton", "interpreter", "reference"]
 
@@ -88,8 +88,7 @@ def gate(
     if as_json:
         sys.stdout.write(to_json(verdict).decode())
     else:
-        console = Console()
-        show(verdict, console if console.is_terminal else Console(width=TABLE_COLUMNS))
+        show(verdict, table_console())
         print(f"verdict: {directory / 'verdict.json'}")
     raise typer.Exit(EXIT_STATUS[verdict.verdict])
 

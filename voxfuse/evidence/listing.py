@@ -92,11 +92,11 @@ def _row(entry: ledger.Entry) -> Row:
 
 def show(listed: list[Row], folders: Iterable[Path], narrowed: bool = False) -> None:
     """Print the rows as a table, or say that there are none and in which folders they were looked for."""
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    from voxfuse._terminal import plain, table_console
+
+    console = table_console()
     if not listed:
         nothing = "No verdict matches." if narrowed else "The ledger holds no verdict yet."
         console.print(nothing + " Looked in:", *map(str, folders), sep="\n  ", markup=False)
@@ -105,5 +105,5 @@ def show(listed: list[Row], folders: Iterable[Path], narrowed: bool = False) -> 
     for row in listed:
         gpu = f"{row.gpu} ({row.compute_capability})" if row.compute_capability else row.gpu
         cells = (row.measured_at, row.judge, row.stack, row.subject, row.case, gpu, row.outcome)
-        table.add_row(*(escape(cell) for cell in cells))
+        table.add_row(*(plain(cell) for cell in cells))
     console.print(table)

@@ -31,7 +31,10 @@ def render(entries: Sequence[Entry], fusions: Iterable[Fusion], base: Path) -> s
         parts.append(_defaults(own, fusions, capability))
         parts.append(_micros([entry for entry in own if isinstance(entry.verdict, MicroVerdict)], base))
         parts.append(_gates([entry for entry in own if isinstance(entry.verdict, GateVerdict)], base))
-    judged = {entry.verdict.fusion for entry in entries if isinstance(entry.verdict, MicroVerdict)}
+    judged: set[str] = set()
+    for entry in entries:
+        verdict = entry.verdict
+        judged |= {verdict.fusion} if isinstance(verdict, MicroVerdict) else set(verdict.fusions)
     if unjudged := sorted(fusion.name for fusion in fusions if fusion.name not in judged):
         parts.append(f"## Not judged\n\nNo record of: {', '.join(unjudged)}. They are off unless asked for.\n")
     return "\n".join(part for part in parts if part)
@@ -130,5 +133,10 @@ def _table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) 
     if not rows:
         return ""
     lines = [heading, "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """One cell of a table; a record's text breaks neither row nor column."""
+    return " ".join(text.replace("|", "/").split())

@@ -85,6 +85,8 @@ def choose(fusions: Sequence[str] = (), stack: str | None = None, case: str | No
         if (not fusions or judged.fusion in fusions) and (case is None or case in judged.case.name)
     ]
     if not cases:
+        if fusions and all(fusion(name).graph for name in fusions):
+            raise KeyError(f"{', '.join(fusions)}: graphs save the host's time: voxfuse gate judges them by its blocks")
         asked = f"{', '.join(fusions) or 'any fusion'} on {', '.join(stacks)}"
         raise KeyError(f"no case of {asked}" + (f" with {case!r} in its name" if case else ""))
     return cases

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from voxfuse._terminal import table_console
 from voxfuse.profiles.analyse import NOISE, analyse_files
 from voxfuse.profiles.report import ReportUnavailable, write_report
 from voxfuse.profiles.tables import SHOWN, show
@@ -52,8 +53,7 @@ def present(report: HotspotReport, as_json: bool, top: int) -> None:
     if as_json:
         sys.stdout.write(to_json(report).decode())
     else:
-        console = Console()
-        show(report, console if console.is_terminal else Console(width=TABLE_COLUMNS), top)
+        show(report, table_console(TABLE_COLUMNS), top)
 
 
 @contextlib.contextmanager

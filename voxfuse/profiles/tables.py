@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from voxfuse._terminal import plain
 from voxfuse.records import Hotspot, HotspotReport, ProcessProfile
 from voxfuse.records.profile import ceiling
 
@@ -23,7 +23,7 @@ def show(report: HotspotReport, console: Console, top: int = SHOWN) -> None:
         console.print(_hotspots(process, top))
         console.print(_fusions(process))
         for note in process.notes:
-            console.print(f"note: {escape(note)}")
+            console.print(f"note: {plain(note)}")
     if report.overhead:
         console.print(overhead_text(report))
 
@@ -72,10 +72,10 @@ def outcome(hotspot: Hotspot) -> str:
 def _tree(process: ProcessProfile) -> Table:
     table = Table("T_total", "ms", "share", title=f"{process.trace}: {process.wall_us / 1e3:.1f} ms ({process.device})")
     for name, ms, share in tree_rows(process):
-        table.add_row(escape(name), f"{ms:.2f}", f"{share:.1%}")
+        table.add_row(plain(name), f"{ms:.2f}", f"{share:.1%}")
         if name == "bubbles":
             for cause, us in sorted(process.bubbles.items(), key=lambda item: -item[1]):
-                table.add_row(f"  {escape(cause)}", f"{us / 1e3:.2f}", f"{us / process.wall_us:.1%}", style="dim")
+                table.add_row(f"  {plain(cause)}", f"{us / 1e3:.2f}", f"{us / process.wall_us:.1%}", style="dim")
     return table
 
 
@@ -84,7 +84,7 @@ def _stages(process: ProcessProfile) -> Table:
     for stage in process.stages:
         idle = sum(stage.idle_us.values())
         table.add_row(
-            escape(stage.name or "(none)"),
+            plain(stage.name or "(none)"),
             stage.component,
             f"{stage.gpu_us / 1e3:.2f}",
             f"{stage.copy_us / 1e3:.2f}",
@@ -108,9 +108,9 @@ def _hotspots(process: ProcessProfile, top: int) -> Table:
             f"{item.kernel_ceiling:.2f}×",
             str(item.calls),
             f"{item.gpu_us / 1e3:.2f}",
-            escape(f"{item.stage}: {item.module} ({item.module_class})" if item.module else item.stage),
-            escape(chain),
-            escape(result),
+            plain(f"{item.stage}: {item.module} ({item.module_class})" if item.module else item.stage),
+            plain(chain),
+            plain(result),
         )
     return table
 
@@ -120,5 +120,5 @@ def _fusions(process: ProcessProfile) -> Table:
         "fusion", "hotspots", "critical path", "ceiling", title="What each fusion could give, if it took no time"
     )
     for name, count, share, gain in fusion_rows(process.hotspots):
-        table.add_row(escape(name), str(count), f"{share:.1%}", f"{gain:.2f}×")
+        table.add_row(plain(name), str(count), f"{share:.1%}", f"{gain:.2f}×")
     return table
