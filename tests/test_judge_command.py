@@ -120,6 +120,24 @@ def test_the_gate_stops_between_outputs_when_time_is_up() -> None:
     assert len(said) == 3
 
 
+def test_a_folder_that_none_may_write_is_refused_before_anything_runs(
+    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    result = run(tmp_path)
+    assert result.exit_code == 2 and "read-only" in " ".join(result.output.replace("│", " ").split())
+    assert stage.profiled == []
+
+
+def test_a_full_disk_ends_with_2_and_its_message(stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(judge_state.State, "matched", full)
+    result = run(tmp_path)
+    assert result.exit_code == 2 and "voxfuse judge: [Errno 28] No space left on device" in result.stderr
+
+
 def test_usage(stage: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "others").mkdir()
@@ -323,6 +341,28 @@ def test_a_profile_that_was_cut_short_is_taken_again(tmp_path: Path, monkeypatch
     monkeypatch.setattr(hotspots.subprocess, "run", slow)
     found = hotspots.matched_fusions("kokoro", "cpu", tmp_path, KNOWN, 10)
     assert found.fusions == KNOWN and found.again and "did not end within 10 s" in found.note
+
+
+@pytest.mark.parametrize("data", ["", "{", "[]", '{"stack": 3}', '{"matched": ["x"]}'])
+def test_a_state_that_cannot_be_read_is_refused(data: str, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(data)
+    with pytest.raises(judge_state.StateMismatch, match="Choose another --state"):
+        judge_state.State.open(tmp_path, content())
+
+
+def test_a_state_with_fusions_that_do_not_exist_is_refused(tmp_path: Path) -> None:
+    judge_state.State.open(tmp_path, content()).matched(("adain_snake", "gone"), "why")
+    with pytest.raises(judge_state.StateMismatch, match="names fusions that do not exist: gone"):
+        judge_state.State.open(tmp_path, content())
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"record": "gate-verdict"}'])
+def test_a_gate_verdict_that_cannot_be_read_is_made_again(data: bytes, tmp_path: Path) -> None:
+    state = judge_state.State.open(tmp_path / "state", content())
+    state.gate_folder(KNOWN).mkdir()
+    (state.gate_folder(KNOWN) / "verdict.json").write_bytes(data)
+    state.gated(KNOWN, gate("pass"))
+    assert state.verdict_of(KNOWN) is None
 
 
 def test_a_gate_verdict_counts_only_once_it_is_done(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 from verdicts import H200, measured, verdict
 
@@ -111,7 +112,7 @@ def test_the_table_has_times_only_where_they_count(capsys: pytest.CaptureFixture
     [case] = bench.tiny(bench.choose(["adain_snake"]))
     absent = measured(20.0, 10.0, None)
     rows = [measured(), measured(8.0, 10.0), absent, verdict(wrong="error 2e-3 [x]"), None]
-    console = command.Console(width=200)
+    console = Console(width=200)
     console.print(command.verdict_table([bench.Judged(case, row) for row in rows]))
     shown = capsys.readouterr().out
     for text in (
@@ -272,3 +273,17 @@ def test_every_class_has_a_shape_in_it_and_candidates_the_table_allows() -> None
 def test_a_graph_has_no_cases_and_the_message_says_who_judges_it() -> None:
     with pytest.raises(KeyError, match=r"decoder_graph: graphs save the host's time: voxfuse gate judges them"):
         bench.choose(("decoder_graph",), "kokoro")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), [(OSError(28, "No space left"), "No space left"), (KeyboardInterrupt(), "repeat the command")]
+)
+def test_what_stops_a_bench_ends_with_2(
+    error: BaseException, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "judge_into", stop)
+    result = CliRunner().invoke(app, ["bench", "adain_snake", "--device", "cpu", "--out", str(tmp_path)])
+    assert result.exit_code == 2 and message in result.stderr

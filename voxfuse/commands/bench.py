@@ -69,8 +69,15 @@ def bench(
         plan = micro.bench_for(where, pairs, lambda: deadline - time.monotonic())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    done = list(judge_into(folder, cases, plan))
-    _report(done, folder, picture, as_json, plan.dry)
+    try:
+        done = list(judge_into(folder, cases, plan))
+        _report(done, folder, picture, as_json, plan.dry)
+    except OSError as error:  # a full disk, a folder that none may write
+        print(f"voxfuse bench: {error}", file=sys.stderr)
+        raise typer.Exit(ENVIRONMENT) from error
+    except KeyboardInterrupt:
+        print(f"voxfuse bench: interrupted; {folder} keeps what was judged: repeat the command", file=sys.stderr)
+        raise typer.Exit(ENVIRONMENT) from None
     raise typer.Exit(status(done, plan.dry))
 
 

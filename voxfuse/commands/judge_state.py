@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from voxfuse.records import Environment, GateVerdict, Record
+from voxfuse.fusions.registry import FUSIONS
+from voxfuse.records import Environment, GateVerdict, Record, from_json
 
 FILE = "state.json"
 IDENTITY = ("stack", "stack_version", "device", "backend", "protocol_sha256", "pairs")
@@ -67,6 +68,8 @@ class State:
             raise StateMismatch(
                 f"{folder} holds the state of another run: {'; '.join(differing)}. Choose another --state, or remove it"
             )
+        if unknown := [name for name in there.matched or () if name not in FUSIONS]:
+            raise StateMismatch(f"{path} names fusions that do not exist: {', '.join(unknown)}. Choose another --state")
         return cls(folder, there)
 
     def matched(self, fusions: tuple[str, ...], note: str) -> None:
@@ -85,11 +88,14 @@ class State:
         self._save()
 
     def verdict_of(self, fusions: tuple[str, ...]) -> GateVerdict | None:
-        """The gate verdict of a set that was gated to the end, or None."""
+        """The gate verdict of a set that was gated to the end, or None; one that cannot be read is made again."""
         path = self.gate_folder(fusions) / "verdict.json"
         if gate_key(fusions) not in self.content.gated or not path.is_file():
             return None
-        return msgspec.json.decode(path.read_bytes(), type=GateVerdict)
+        try:
+            return from_json(path.read_bytes(), GateVerdict)
+        except ValueError:
+            return None
 
     def _save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,16 @@ if TYPE_CHECKING:
     from voxfuse.patches.patchset import PatchSet
 
 USAGE_OR_ENVIRONMENT = 2
-MENDABLE = (RunMismatch, WeightsMissing, AsrMissing, NothingApplied, PatchError, MeasurementFailed, ImportError)
+MENDABLE = (
+    RunMismatch,
+    WeightsMissing,
+    AsrMissing,
+    NothingApplied,
+    PatchError,
+    MeasurementFailed,
+    ImportError,
+    OSError,
+)
 BackendName = Literal["triton", "interpreter", "reference"]
 
 

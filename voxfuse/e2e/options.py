@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -28,10 +29,12 @@ def checked_device(asked: str | None) -> str:
 
 
 def checked_folder(folder: Path, option: str) -> Path:
-    """A folder that exists or can be made. Raises typer.BadParameter where a file is in its place."""
+    """A folder that exists or can be made, and written. Raises typer.BadParameter where a file is in its place."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise typer.BadParameter(f"{existing} is a file: expected a folder, or a new name", param_hint=option)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"{existing} is read-only: name another folder", param_hint=option)
     return folder
 
 
