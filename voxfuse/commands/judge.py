@@ -141,6 +141,7 @@ def run(state: State, known: tuple[str, ...], plan: micro.Bench, book: Path, spe
     unfinished: list[str] = []
     fusions, note = state.content.matched, state.content.note
     if fusions is None:
+        print(f"voxfuse judge: profiling {stack}, for {plan.left() / 4:.0f} s at most", file=sys.stderr, flush=True)
         found = matched_fusions(stack, state.content.device, state.folder / "profile", known, plan.left() / 4)
         fusions, note = found.fusions, found.note
         if not found.again:
