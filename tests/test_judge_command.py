@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from tone_stack import TEXTS, TonePatches, ToneReader, ToneStack
 from typer.testing import CliRunner
 from verdicts import measured, verdict
 
 from voxfuse.__main__ import app
+from voxfuse.commands import bench as bench_command
 from voxfuse.commands import gate_sets, hotspots, judge, judge_state
 from voxfuse.commands.hotspots import Matches
 from voxfuse.e2e import command
@@ -106,6 +108,26 @@ def test_a_fusion_without_cases_is_not_benched_and_the_rule_says_why(
     assert "no case of uncased" in result.stderr
     [settled] = report["settled"]
     assert settled["accepted"] is False and "no record of uncased on kokoro" in settled["reason"]
+
+
+def test_no_stack_is_loaded_once_the_time_is_up(stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = ("decoder_graph", "text_graph")
+    state = judge_state.State.open(tmp_path / "state", content())
+    state.matched((*graphs, "sine_source"), "why")
+    monkeypatch.setattr(bench_command, "judge_into", lambda *_: [judged("sine_source", WIN)])
+    plan = micro.Bench(torch.device("cuda"), left=lambda: 0.0)
+    called: list[tuple[str, ...]] = []
+
+    def speak(names: tuple[str, ...], notify: Any) -> GateVerdict:
+        called.append(names)
+        return gate("pass")
+
+    outcome = judge.run(state, ALL, plan, tmp_path / "book", speak)
+    assert called == [] and outcome.unfinished == ("gate of decoder_graph, sine_source, text_graph",)
+    outcome = judge.run(state, ALL, plan._replace(left=lambda: 9.0), tmp_path / "book", speak)
+    assert called == [("decoder_graph", "sine_source", "text_graph")]
+    assert [item.verdict for item in outcome.gates] == ["pass"] and outcome.unfinished == ()
+    assert stage.benched == []  # graphs have no cases
 
 
 def test_the_gate_stops_between_outputs_when_time_is_up() -> None:

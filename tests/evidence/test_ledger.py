@@ -26,6 +26,11 @@ def test_append_names_the_file_and_never_overwrites(tmp_path: Path) -> None:
     assert [other.name for other in others] == [path.name.replace(".json", f"-{number}.json") for number in (2, 3)]
     with pytest.raises(FileExistsError, match=others[0].name):
         ledger.append(micro("loss"), tmp_path)
+    whole = gate(guards=(records.Guard(name="new NaN", value=0, limit=0, outcome="pass"),))  # 0 is read back as 0.0
+    kept = ledger.append(whole, tmp_path / "gates")
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        ledger.append(ledger.read(kept), tmp_path / "gates")
+    kept.unlink()
     assert path.read_bytes() == before and len(ledger.load([tmp_path])) == 3
     on_cpu = gate(environment=environment(None, None), protocol="../smoke test")
     assert ledger.append(on_cpu, tmp_path) == tmp_path / "cpu" / "gate-verdict-kokoro-smoke-test-20261101T120000.json"

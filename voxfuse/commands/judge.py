@@ -167,6 +167,8 @@ def run(state: State, known: tuple[str, ...], plan: micro.Bench, book: Path, spe
         verdict = state.verdict_of(group)
         if verdict is None:
             try:
+                if plan.left() <= 0:  # loading a stack to speak nothing
+                    raise OutOfTime
                 with gate_command.progress() as notify:
                     verdict = speak(group, _within(plan.left, notify))
             except OutOfTime:

@@ -112,7 +112,7 @@ def append(verdict: Verdict, folder: Path) -> Path:
         try:
             records.write(verdict, path)
         except FileExistsError as error:  # two GPUs of one host judge the same case at the same time
-            if path.read_bytes() == records.to_json(verdict):
+            if _holds(path, verdict):
                 message = f"{path} exists; records are never overwritten: measure again for a new one"
                 raise FileExistsError(message) from error
         else:
@@ -144,6 +144,14 @@ def _read_checked(path: Path, mtime_ns: int, size: int) -> tuple[Verdict, str | 
     """A file's verdict, and what in it does not follow from its samples; read again when the file changes."""
     verdict = read(path)
     return verdict, inconsistency(verdict) if isinstance(verdict, MicroVerdict) else None
+
+
+def _holds(path: Path, verdict: Verdict) -> bool:
+    """Whether a file holds that verdict; compared as records, since JSON reads 0 back as 0.0."""
+    try:
+        return records.read(path) == verdict
+    except ValueError:  # another process has just made it, or it is broken
+        return False
 
 
 def _slug(text: str) -> str:
