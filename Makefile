@@ -27,8 +27,8 @@ demo: environment
 		echo "voxfuse: nothing failed; what a CPU cannot decide (throughput) is not judged, hence status 3 of the gate"; }
 
 test: lint
-	@echo "voxfuse: all tests that need no GPU, about 15 minutes on 2 cores; nothing more is downloaded"
-	$(PYTHON_IN) -m pytest -q -m "not gpu"
+	@echo "voxfuse: all tests that need no GPU, about 20 minutes on 2 cores; nothing more is downloaded"
+	OMP_NUM_THREADS=1 $(PYTHON_IN) -m pytest -q -m "not gpu" -n auto --maxprocesses 4 --dist loadfile
 
 lint: environment
 	$(PYTHON_IN) -m ruff check .

@@ -103,6 +103,7 @@ def test_without_graphs_and_with_two_fusions_for_one_block_the_receipts_say_so(i
     reasons = {fusion: receipt.reason for (fusion, _), receipt in receipts.items() if receipt.status == "skipped"}
     assert reasons == {
         "decoder_graph": "runs with backend triton, not reference",
+        "text_graph": "runs with backend triton, not reference",
         "adain_snake": "fusion adain_conv_block serves this target",
     }
 

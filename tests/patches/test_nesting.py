@@ -133,6 +133,25 @@ def test_paused_runs_untouched_code_and_resumes(toy: ToyStack, target: str) -> N
     patches.revert(), outer.revert()
 
 
+@pytest.mark.parametrize("target", ["class", "instance"])
+def test_what_somebody_else_assigns_during_a_pause_stays(toy: ToyStack, target: str) -> None:
+    model = toy.voice()
+    norm = model.blocks[0].norm
+    owner = toy.layers.Norm if target == "class" else norm
+
+    def theirs(*arguments):
+        return arguments[-1] * 0
+
+    with apply("toyvoice" if target == "class" else model):
+        again = apply("toyvoice" if target == "class" else model)
+        message = "forward was replaced by somebody else while voxfuse was paused"
+        with pytest.warns(PatchWarning, match=message), again.paused():
+            owner.forward = theirs
+        assert vars(owner)["forward"] is theirs
+        assert torch.equal(norm(torch.ones(2, 8)), torch.zeros(2, 8))
+        del owner.forward
+
+
 def test_reverting_and_applying_while_paused(toy: ToyStack) -> None:
     model, x = toy.voice(), torch.randn(2, 8)
     untouched = installed(toy)

@@ -24,7 +24,7 @@ patches = voxfuse.apply_patches("kokoro", policy="all", backend="reference")
 build, inputs = kokoro_parts.MODEL_PARTS["AdaINResBlock1"]
 with torch.no_grad():
     build().eval()(*inputs())
-(receipt,) = [receipt for receipt in patches.receipts if receipt.target.endswith("AdaINResBlock1.forward")]
+(receipt,) = [receipt for receipt in patches.receipts if receipt.calls]
 print(receipt.status, receipt.calls)
 """
 

@@ -8,6 +8,7 @@ one shows. The same fusion, target and backend on top is shared by its holders a
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any, Final
 from torch import nn
 
 from voxfuse.patches.aliases import rebind
+from voxfuse.patches.errors import PatchWarning
 from voxfuse.records import Backend
 
 LOCK = threading.RLock()
@@ -99,8 +101,14 @@ class Site(ABC):
         self._refresh()
 
     def resume(self) -> None:
+        """Undo one ``pause``. What somebody else put here in the meantime stays, with a warning."""
+        intruder = self.intruder()
         self._pauses -= 1
-        self._refresh()
+        if intruder is None:
+            self._refresh()
+        else:
+            message = f"{self.name} was replaced by somebody else while voxfuse was paused; voxfuse leaves it there"
+            warnings.warn(message, PatchWarning, stacklevel=3)
         self._forget_if_idle()
 
     def _forget_if_idle(self) -> None:
