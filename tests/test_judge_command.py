@@ -160,6 +160,13 @@ def test_a_full_disk_ends_with_2_and_its_message(stage: Any, tmp_path: Path, mon
     assert result.exit_code == 2 and "voxfuse judge: [Errno 28] No space left on device" in result.stderr
 
 
+def test_a_stack_that_nobody_can_speak_with_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    result = run(tmp_path, "--stack", "transformers")
+    said = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and "no driver for the stack 'transformers'" in said
+    assert "voxfuse bench --stack transformers" in said and not (tmp_path / "state").exists()
+
+
 def test_usage(stage: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "others").mkdir()
