@@ -125,5 +125,5 @@ def _png(figure: Figure) -> bytes:
 
     FigureCanvasAgg(figure)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
+    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")  # long labels included
     return buffer.getvalue()
