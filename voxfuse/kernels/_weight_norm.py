@@ -27,8 +27,8 @@ def fault(conv: Any) -> str | None:
     if strange or len(hooks) > 1 or conv._forward_hooks or "forward" in vars(conv):
         return f"the convolution has hooks or a forward of its own besides weight norm: {conv}"
     if parametrize.is_parametrized(conv):
-        chain = conv.parametrizations["weight"] if "weight" in conv.parametrizations else []
-        if hooks or len(conv.parametrizations) > 1 or [type(part) for part in chain] != [_WeightNorm]:
+        chain = [type(part) for part in getattr(conv.parametrizations, "weight", ())]
+        if hooks or len(conv.parametrizations) > 1 or chain != [_WeightNorm]:
             return f"the convolution has parametrisations besides weight norm: {conv}"
     return None
 

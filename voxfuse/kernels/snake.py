@@ -1,4 +1,5 @@
-"""What stands after a convolution of a Snake vocoder, in one pass: r = x + bias + residual, y = r + sin²(α·r) / (α + eps).
+"""What stands after a convolution of a Snake vocoder, in one pass: r = x + bias + residual, y = snake(r), where
+snake(r) = r + sin²(α·r) / (α + eps).
 
 Layouts: x [rows, at least ``frames`` frames, channels] in ``x_phases`` phases (``_phases``; exactly the padded frames
 where there are several), residual [rows, frames, channels], any strides; bias, alpha [channels]. r [rows, frames,
