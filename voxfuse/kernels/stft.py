@@ -7,9 +7,9 @@ frames = samples // hop + 1. Frames are centred (frame f around sample f·hop) a
 ``length // hop + 1`` valid ones are zero; a row of at most n_fft / 2 samples has no reflection (upstream refuses it)
 and no valid frame.
 Contract: same-precision, on the magnitude and on the phase, or on the parts together. The transform is a direct sum in
-fp64, so that the sign of an imaginary part far below the fp32 rounding of the sum is right too: frame 0 is its own mirror image, up to the last
-bit of the fp32 window, and has phases of 0 and ±pi by that sign. Bins 0 and n_fft / 2 have an imaginary part of +0, as
-torch.stft gives them on CPU: phase 0 or +pi. A bin of exact zeros has phase 0.
+fp64, so that the sign of an imaginary part far below the fp32 rounding of the sum is right too: frame 0 is its own
+mirror image, up to the last bit of the fp32 window, and has phases of 0 and ±pi by that sign. Bins 0 and n_fft / 2 have
+an imaginary part of +0, as torch.stft gives them on CPU: phase 0 or +pi. A bin of exact zeros has phase 0.
 A row's result does not depend on its batch. Envelope: fp32, any strides, n_fft <= 32 and a multiple of 2·hop, window as
 long as n_fft; inference only. No complex tensor, no host sync.
 Source: TorchSTFT.transform in kokoro/istftnet.py: torch.stft(center=True, pad_mode="reflect"), torch.abs, torch.angle;
