@@ -124,12 +124,13 @@ def test_a_padded_bucket_through_the_kernels(hift, request):
 def test_weight_norm_as_upstream_has_it_removed_or_of_the_old_kind(hift):
     mel, source = inputs(hift, 1, 4)
     baseline = hift.decode(x=mel, s=source)
-    for name, part in list(hift.named_modules()):
-        if torch.nn.utils.parametrize.is_parametrized(part):
-            torch.nn.utils.parametrize.remove_parametrizations(part, "weight")
-            if "convs1" in name:
-                with pytest.warns(FutureWarning):
-                    torch.nn.utils.weight_norm(part)
+    with torch.enable_grad():  # without, torch leaves the weight a plain tensor
+        for name, part in list(hift.named_modules()):
+            if torch.nn.utils.parametrize.is_parametrized(part):
+                torch.nn.utils.parametrize.remove_parametrizations(part, "weight")
+                if "convs1" in name:
+                    with pytest.warns(FutureWarning):
+                        torch.nn.utils.weight_norm(part)
     assert fault(hift) is None
     assert relative_rms(decode(hift, mel, source, None, REFERENCE), baseline.double()) < CLOSE
 

@@ -23,8 +23,8 @@ SNAKE_CONV_BLOCK = Fusion(
     stacks=("cosyvoice2", "chatterbox"),
     operations=("snake", "weight norm", "conv1d", "bias", "residual add"),
     contract="same-precision",
-    envelope="fp32, fp16 or bf16 [rows, channels, frames] in the type of the weights, outside autocast; Conv1d with odd "
-    "taps that keeps the length; inference only",
+    envelope="fp32, fp16 or bf16 [rows, channels, frames] in the type of the weights, outside autocast; Conv1d with "
+    "odd taps that keeps the length; inference only",
     kernels=("snake", "conv1d"),
     patterns=(FusionPattern(modules=("ResBlock", "Snake")),),
 )
