@@ -91,7 +91,9 @@ def _source_branch(
 ) -> torch.Tensor:
     """What a stage adds of the source: [rows, frames, channels] contiguous."""
     down = hift.source_downs[stage]
-    x = F.conv1d(spectrum, folded_weight(down), None, down.stride, down.padding).transpose(1, 2)
+    weight = folded_weight(down)
+    assert weight is not None, "asked before: fault"
+    x = F.conv1d(spectrum, weight, None, down.stride, down.padding).transpose(1, 2)
     x, _ = snake(x, down.bias, None, None, lengths, x.shape[1], 1, 1, True, run=run)
     return snake_block(hift.source_resblocks[stage], x, lengths, run)
 

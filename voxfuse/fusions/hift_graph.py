@@ -115,8 +115,12 @@ class Runners:
             return held
 
 
+def _before(hift: nn.Module) -> list[str]:
+    return [name for name in BEFORE if isinstance(getattr(hift, name, None), nn.Module)]
+
+
 def _weights(hift: nn.Module) -> Weights:
-    return Weights(hift, without=[name for name in BEFORE if isinstance(getattr(hift, name, None), nn.Module)])
+    return Weights(hift, without=_before(hift))
 
 
 def unsupported(hift: Any, run: Run, mel: torch.Tensor, source: torch.Tensor) -> str | None:
@@ -152,7 +156,7 @@ def unsuited(hift: Any, mel: torch.Tensor, source: torch.Tensor) -> str | None:
 
 def foreign_part(hift: Any) -> str | None:
     """What in a generator is not as upstream builds it and so rules a graph out, or None."""
-    left_out = {part for name in BEFORE for part in getattr(hift, name, None) and getattr(hift, name).modules() or ()}
+    left_out = {part for child in _before(hift) for part in getattr(hift, child).modules()}
     for name, part in hift.named_modules():
         pre_hooks = set(map(type, part._forward_pre_hooks.values())) - {WeightNorm}
         if part is not hift and part not in left_out and (part._forward_hooks or pre_hooks):

@@ -18,6 +18,7 @@ different kernels: up to four times apart on an H200. ``fastest`` is what was me
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ from voxfuse.kernels.moments import (
 from voxfuse.kernels.moments import reference as residual_moments_reference
 
 
-def conv_unsupported(conv: nn.Module) -> str | None:
+def conv_unsupported(conv: Any) -> str | None:
     """Why a convolution module cannot run from a packed weight, or None."""
     if class_of(conv) is not nn.Conv1d:
         return f"the convolution is {class_of(conv).__name__}, expected Conv1d"
