@@ -153,7 +153,7 @@ class SnakePass:
 
 
 def snake_inputs(case: Case, generator: torch.Generator) -> Inputs:
-    """x [rows, frames, channels], bias and alpha [channels], and the residual at the end of an iteration (else None)."""
+    """x [rows, frames, channels], bias and alpha [channels], and the residual at an iteration's end (else None)."""
     x = smooth(case.tensors["x"], generator)
     bias, alpha = (torch.randn(x.shape[2], generator=generator, device=x.device) * 0.3 for _ in range(2))
     residual = smooth(case.tensors["residual"], generator) if "residual" in case.tensors else None
