@@ -277,3 +277,26 @@ def test_a_cpu_is_refused_and_counted(hift, stack):
     with torch.no_grad():
         reason = graphs.decode(hift, mel_of(1, 2), torch.zeros(1, 1, 2 * samples_per_frame(hift)))
     assert "CUDA GPU" in reason and dict(TALLIES.of(f"{stack} on a cpu").fallbacks) == {reason: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a compiled model")  # left behind on purpose, until the reset
+def test_a_block_compiled_after_patching_has_no_graph_break(stack, hift):
+    """``decode`` itself breaks in upstream's hands: the strides of its source_downs are NumPy integers."""
+    block, x = hift.resblocks[1], torch.randn(2, 16, 30)
+    with torch.no_grad():
+        baseline = block(x)
+        with voxfuse.apply_patches(stack, policy="all", backend="reference") as patches:
+            compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+            assert relative_rms(compiled(x), baseline) < CLOSE
+            (receipt,) = (receipt for receipt in patches.receipts if receipt.fusion == "snake_conv_block")
+            assert receipt.calls == 7 and not receipt.fallbacks
+    torch.compiler.reset()
+
+
+def test_a_call_without_rows_is_upstreams(stack, hift):
+    with torch.no_grad(), voxfuse.apply_patches(stack, policy="all", backend="reference") as patches:
+        assert hift.resblocks[0](torch.randn(0, 16, 9)).shape == (0, 16, 9)
+        (receipt,) = (receipt for receipt in patches.receipts if receipt.fusion == "snake_conv_block")
+        (reason,) = receipt.fallbacks
+        assert "not empty" in reason
