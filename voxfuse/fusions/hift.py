@@ -33,7 +33,8 @@ from voxfuse.kernels.stft import stft_complex
 
 LAST_SLOPE = 0.01  # of the leaky_relu before conv_post; the others have ``lrelu_slope``
 MAX_MAGNITUDE = 100.0  # upstream's clip in _istft
-BRANCH_SAMPLES = 1_000_000  # of rows · samples, up to which branches of the graph pay (as for Kokoro): 40 s
+BRANCH_SAMPLES = 400_000  # of rows · samples, up to which branches of the graph pay (as for Kokoro): 16 s
+SOURCE_LANE = 0  # of the branches (``_fork``); the parallel blocks have the lanes behind it
 OUT_MULTIPLE = 8  # of channels: cuDNN's kernels for others take up to three times as long
 
 
@@ -48,7 +49,7 @@ def decode(hift: Any, mel: torch.Tensor, source: torch.Tensor, lengths: torch.Te
     hop = hift.istft_params["hop_len"]
     window = pack(hift, f"window on {mel.device}", [hift.stft_window], lambda: hift.stft_window.to(mel.device))
     samples = None if lengths is None else lengths * samples_per_frame(hift)
-    apart = source.numel() <= BRANCH_SAMPLES
+    lanes = [SOURCE_LANE + i if source.numel() <= BRANCH_SAMPLES else None for i in range(hift.num_kernels)]
     spectrum = stft_complex(source.squeeze(1), window, samples, hop, run=run)
     ends, sources = [], []
     end = lengths
@@ -57,7 +58,7 @@ def decode(hift: Any, mel: torch.Tensor, source: torch.Tensor, lengths: torch.Te
         if stage == hift.num_upsamples - 1:  # one frame more, reflected in front
             end = None if end is None else end + 1
         ends.append(end)
-        sources.append(Fork(functools.partial(_source_branch, hift, stage, spectrum, end, run), apart))
+        sources.append(Fork(functools.partial(_source_branch, hift, stage, spectrum, end, run), lanes[0]))
     parts, slope = [_mel_features(hift, mel, lengths, run)], float(hift.lrelu_slope)
     for stage, up in enumerate(hift.ups):
         x = upsample(up, mean_activated(parts, lengths, slope, run))
@@ -67,7 +68,7 @@ def decode(hift: Any, mel: torch.Tensor, source: torch.Tensor, lengths: torch.Te
         x, _ = snake(x, up.bias, sources[stage].join(), None, lengths, x.shape[1], 1, 1, True, run=run)
         blocks = hift.resblocks[stage * hift.num_kernels : (stage + 1) * hift.num_kernels]
         first, *others = [functools.partial(snake_block, block, x, lengths, run) for block in blocks]
-        forks = [Fork(other, apart) for other in others]
+        forks = [Fork(other, lane) for other, lane in zip(others, lanes[1:], strict=True)]
         parts = [first(), *(fork.join() for fork in forks)]
     post = hift.conv_post
     weight = packed_weight(post, out_channels=-(-post.out_channels // OUT_MULTIPLE) * OUT_MULTIPLE)
@@ -103,7 +104,7 @@ def fault(hift: Any) -> str | None:
     n_fft, hop = hift.istft_params["n_fft"], hift.istft_params["hop_len"]
     stages, kernels = hift.num_upsamples, hift.num_kernels
     counts = len(hift.ups), len(hift.source_downs), len(hift.source_resblocks), len(hift.resblocks)
-    if stages < 1 or counts != (stages, stages, stages, stages * kernels):
+    if min(stages, kernels) < 1 or counts != (stages, stages, stages, stages * kernels):
         return f"expected {stages} stages of {kernels} blocks, got {counts} parts"
     if (pad := hift.reflection_pad.padding) != (1, 0) or type(hift.reflection_pad) is not nn.ReflectionPad1d:
         return f"expected one frame reflected in front, got {pad}"
