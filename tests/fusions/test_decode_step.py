@@ -60,21 +60,13 @@ def test_two_hundred_greedy_tokens_of_rows_of_different_length(name, dtype):
     model = tiny(name, layers=2).to(dtype)
     exact = copy.deepcopy(model).double()
     ours, theirs, oracle = Decode(model, PROMPTS), Upstream(model, PROMPTS), Upstream(exact, PROMPTS)
-    token, mine, eager, true = theirs.logits.argmax(-1), [], [], []
-    for index in range(200):
-        fused, upstream = ours(token), theirs(token)
-        if index % 8 == 0 or dtype == torch.float32:
-            mine.append(fused)
-            eager.append(upstream)
-        true.append(oracle(token))
-        chosen = upstream.argmax(-1)
-        best = upstream.float().topk(2).values
-        tie = best[:, 0] - best[:, 1] <= torch.finfo(dtype).eps * 8 * best[:, 0].abs()
-        assert ((fused.argmax(-1) == chosen) | tie).all(), f"token {index}"
-        token = chosen
-    kept = true if dtype == torch.float32 else true[::8]
-    errors = error(torch.stack(mine), torch.stack(kept)), error(torch.stack(eager), torch.stack(kept))
-    assert errors[0] <= 1.25 * errors[1] + torch.finfo(dtype).eps, f"{errors[0]:.2e} against eager's {errors[1]:.2e}"
+    token, logits = theirs.logits.argmax(-1), []
+    for _ in range(200):  # all are fed upstream's token
+        logits.append([generation(token) for generation in (ours, theirs, oracle)])
+        token = logits[-1][1].argmax(-1)
+    mine, eager, true = (torch.stack(kind) for kind in zip(*logits, strict=True))
+    assert error(mine, true) <= 1.25 * error(eager, true), f"{error(mine, true):.2e}, eager {error(eager, true):.2e}"
+    assert torch.equal(mine.argmax(-1), eager.argmax(-1))
     assert TALLIES.of(RUN.receipt).fallbacks == {}
 
 
@@ -140,14 +132,15 @@ def test_packs_follow_their_weights():
         model = model.to(dtype)
         ours, theirs = Decode(model, PROMPTS), Upstream(model, PROMPTS)
         token = torch.tensor([4, 5, 6])
-        torch.testing.assert_close(ours(token), theirs(token), rtol=20 * torch.finfo(dtype).eps, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+        atol = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(ours(token), theirs(token), rtol=20 * torch.finfo(dtype).eps, atol=atol)
 
 
 def test_what_runs_upstream_instead():
     model = tiny("Qwen3").model
     assert unsupported(model) is None
     assert "float64" in unsupported(copy.deepcopy(model).double())
-    assert "Linear is" not in unsupported(torch.nn.Linear(2, 2)) and "expected one of" in unsupported(torch.nn.Linear(2, 2))
+    assert "expected one of" in unsupported(torch.nn.Linear(2, 2))
     hooked, adapted, mixed, dynamic, gelu = (copy.deepcopy(model) for _ in range(5))
     hooked.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert "hook" in unsupported(hooked)
