@@ -70,8 +70,8 @@ def step(
 ) -> torch.Tensor:
     """The next token of each row: its normed hidden state [rows, 1, hidden], or ``head`` of that.
 
-    Writes the token's keys and values to slot ``lengths`` of the cache; ``lengths`` stays as it is. What ``unsupported``
-    names must be ruled out before.
+    Writes the token's keys and values to slot ``lengths`` of the cache; ``lengths`` stays as it is. What
+    ``unsupported`` names must be ruled out before.
     """
     residual, y = None, embeddings
     valid, slots = lengths + 1, lengths.unsqueeze(1)
@@ -208,8 +208,8 @@ def unsupported(decoder: Any) -> str | None:
         return f"weights must be fp32, fp16 or bf16, got {weight.dtype}"
     for name, parameter in decoder.named_parameters():
         if parameter.dtype != weight.dtype or parameter.device != weight.device:
-            found = f"{name} is {parameter.dtype} on {parameter.device}, the last norm {weight.dtype} on {weight.device}"
-            return f"expected weights of one type on one device; {found}"
+            found = f"{name} is {parameter.dtype} on {parameter.device}"
+            return f"expected weights of one type on one device, {weight.dtype} on {weight.device}; {found}"
         if parameter.is_inference():
             return f"{name} was made under torch.inference_mode: its changes cannot be seen, so it is not packed"
     rope = getattr(decoder.rotary_emb, "rope_type", "default")
@@ -246,5 +246,6 @@ def _foreign(family: str, layer: Any) -> str | None:
         return "a sliding window that the attention does not state itself (transformers before 4.53)"
     group = attention.q_proj.weight.shape[0] // attention.k_proj.weight.shape[0]
     if attention.head_dim > MAX_HEAD_DIM or group > MAX_QUERIES:
-        return f"at most head_dim {MAX_HEAD_DIM} and {MAX_QUERIES} query heads a key head, got {attention.head_dim}, {group}"
+        found = f"{attention.head_dim} and {group}"
+        return f"at most head_dim {MAX_HEAD_DIM} and {MAX_QUERIES} query heads for a key head, got {found}"
     return unsupported_mlp(mlp)
