@@ -8,8 +8,8 @@ import torch
 from voxfuse.kernels._op import TALLIES
 from voxfuse.kernels.sampler import draw, reference, sample
 
-needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is absent")
-VOCABULARY = 700
+needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="no transformers")
+VOCABULARY = 200
 CASES = {  # temperature, top_k, top_p, penalty
     "plain": (1.0, 0, 1.0, 1.0),
     "temperature": (0.7, 0, 1.0, 1.0),
@@ -37,8 +37,8 @@ def upstream(logits, ids, temperature, top_k, top_p, penalty):
     return scores
 
 
-def case(rows, device, dtype=torch.float32):
-    logits = (4.0 * torch.randn(rows, VOCABULARY)).to(device, dtype)
+def case(rows, device, dtype=torch.float32, spread=4.0):
+    logits = (spread * torch.randn(rows, VOCABULARY)).to(device, dtype)
     ids = torch.randint(0, VOCABULARY, (rows, 60), device=device)
     return logits, ids, torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, True)
 
@@ -46,7 +46,7 @@ def case(rows, device, dtype=torch.float32):
 @needs_transformers
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 def test_tokens_are_those_of_transformers_under_the_same_seed(settings, device, run, poisoned_empty):
-    logits, ids, seen = case(40, device)
+    logits, ids, seen = case(8, device)
     probabilities = upstream(logits, ids, *settings).softmax(dim=-1)
     torch.manual_seed(3)
     expected = torch.multinomial(probabilities, num_samples=1)[:, 0]
@@ -63,18 +63,21 @@ def test_tokens_are_those_of_transformers_under_the_same_seed(settings, device, 
 @pytest.mark.parametrize("settings", [CASES["all"], CASES["top-p"], CASES["top-k"]])
 def test_what_stays_is_what_transformers_keeps(settings, device, run):
     """Noise that favours one token each: a kept one is chosen, one that left is not."""
-    logits, ids, seen = case(1, device)
-    kept = upstream(logits, ids, *settings)[0] > -torch.inf
-    assert 1 < kept.sum() < VOCABULARY / 2
-    noise = torch.full((VOCABULARY, VOCABULARY), 1e30, device=device).fill_diagonal_(1e-30)
-    wide = [tensor.expand(VOCABULARY, -1).contiguous() for tensor in (logits, seen)]
+    logits, ids, seen = case(1, device, spread=1.0)
+    scores = upstream(logits, ids, *settings)[0]
+    kept = int((scores > -torch.inf).sum())
+    assert 3 < kept < VOCABULARY - 3
+    plain = upstream(logits, ids, settings[0], 0, 1.0, settings[3])[0]
+    tokens = plain.sort(descending=True).indices[[0, kept - 2, kept - 1, kept, kept + 1, VOCABULARY - 1]]
+    noise = torch.full((len(tokens), VOCABULARY), 1e30, device=device).scatter_(1, tokens[:, None], 1e-30)
+    wide = [tensor.expand(len(tokens), -1).contiguous() for tensor in (logits, seen)]
     token = sample(*wide, noise, *settings, run=run)
-    assert torch.equal(token == torch.arange(VOCABULARY, device=device), kept)
+    assert (token == tokens).tolist() == [True, True, True, False, False, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_logits_with_ties_at_the_edge_of_top_k(dtype, device, run):
-    logits, _, _ = case(30, device, dtype)
+    logits, _, _ = case(8, device, dtype)
     noise = draw(logits)
     settings = (0.9, 20, 1.0, 1.0)
     assert torch.equal(sample(logits, None, noise, *settings, run=run), reference(logits, None, noise, *settings))
@@ -94,10 +97,10 @@ def test_hidden_tokens_rows_with_strides_and_equal_values(device, run):
 
 
 def test_the_draws_follow_the_distribution(device, run):
-    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]], device=device).expand(4000, -1)
+    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]], device=device).expand(400, -1)
     token = sample(logits, None, draw(logits), 1.0, 0, 1.0, 1.0, run=run)
-    share = token.bincount(minlength=4) / 4000
-    torch.testing.assert_close(share, logits[0].softmax(0), rtol=0, atol=0.03)
+    share = token.bincount(minlength=4) / 400
+    torch.testing.assert_close(share, logits[0].softmax(0), rtol=0, atol=0.07)
 
 
 def test_zero_rows_and_envelope(device):
