@@ -85,9 +85,7 @@ def step(
     return y if head is None else head(y)
 
 
-def _normed(
-    norm: Any, x: torch.Tensor, residual: torch.Tensor | None, run: Run
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _normed(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of residual + x, and that sum, which is the next residual."""
     if residual is None:
         return rms_norm(x, norm.weight, float(norm.variance_epsilon), ORDER, run=run), x

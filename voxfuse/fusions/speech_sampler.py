@@ -45,7 +45,8 @@ class RasSampler:
     def __call__(
         self, weighted_scores: torch.Tensor, decoded_tokens: Sequence[int], sampling: int | None = None
     ) -> int:
-        """The next token of ``weighted_scores`` [vocabulary] after ``decoded_tokens``; upstream ignores ``sampling``."""
+        """The next token of ``weighted_scores`` [vocabulary] after ``decoded_tokens``; ``sampling`` is ignored, as
+        upstream does."""
         if weighted_scores.device.type != "cuda":
             TALLIES.add(self._run.receipt, fallback=ON_HOST)
             return self._on_host(weighted_scores, decoded_tokens)
@@ -82,4 +83,3 @@ class RasSampler:
         if self._exclude:
             scores = scores.index_fill(0, indices.new_tensor([token]), -torch.inf)
         return int(scores.softmax(dim=0).multinomial(1, replacement=True, generator=self._generator))
-
