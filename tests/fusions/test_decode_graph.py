@@ -231,13 +231,11 @@ def test_replaced_weights_and_types_are_captured_again(make, arenas):
 
 @torch.no_grad()
 def test_what_runs_upstream_is_counted(make, tally):
-    from transformers import StaticCache
-
     model = tiny("Qwen2", max_position_embeddings=300)
     runner = make(model)
     past, _, lengths = prefill(model, PROMPTS)
     reasons = [
-        runner.session(StaticCache(config=model.config, max_cache_len=8), lengths),
+        runner.session(type("StaticCache", (), {})(), lengths),
         runner.session(past, [3] * 65),
         runner.session(past, [300, 2]),
     ]

@@ -39,3 +39,22 @@ def test_a_generator_of_its_own():
         sampler = RasSampler(Run("reference", "own"), generator=torch.Generator().manual_seed(4))
         picks.append([sampler(scores, []) for _ in range(20)])
     assert picks[0] == picks[1] and len(set(picks[0])) > 3
+
+
+@pytest.mark.parametrize("exclude", [True, False])
+def test_an_unused_draw_is_given_back(exclude, request):
+    """The way of a GPU, on the CPU's generator: with a nucleus of top_k at every token, it draws alike."""
+    run = Run("reference", request.node.nodeid)
+    table = (0.3 * torch.randn(5, 300)).log_softmax(dim=-1)
+    torch.manual_seed(9)
+    expected = []
+    for index in range(60):
+        expected.append(ras_sampling(table[index % 5], expected, win_size=20, tau_r=0.05, exclude=exclude))
+    end = torch.rand(3)
+    torch.manual_seed(9)
+    sampler, decoded = RasSampler(run, win_size=20, tau_r=0.05, exclude=exclude), []
+    for index in range(60):
+        decoded.append(sampler._on_device(table[index % 5, None], decoded, torch.default_generator))
+    assert decoded == expected and torch.equal(torch.rand(3), end)
+    repeats = sum(token in decoded[max(index - 20, 0) : index] for index, token in enumerate(decoded))
+    assert TALLIES.of(run.receipt).calls == 60 and repeats < 60

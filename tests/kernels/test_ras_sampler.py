@@ -43,7 +43,7 @@ def test_tokens_are_cosyvoices_under_the_same_seed(spread, exclude, device, run,
 
 
 def test_rows_windows_and_types(device, run):
-    for dtype, window, top_k in ((torch.float32, 1, 3), (torch.bfloat16, 7, 40), (torch.float16, 0, 500)):
+    for dtype, window, top_k in ((torch.float32, 1, 3), (torch.bfloat16, 7, 40), (torch.float16, 0, 60)):
         scores = torch.randn(5, VOCABULARY, device=device).to(dtype)
         recent = torch.randint(0, 9, (5, window), device=device)
         noise = draw(scores.new_empty(5, top_k)), draw(scores)

@@ -50,13 +50,15 @@ class RasSampler:
         if weighted_scores.device.type != "cuda":
             TALLIES.add(self._run.receipt, fallback=ON_HOST)
             return self._on_host(weighted_scores, decoded_tokens)
-        device = weighted_scores.device
-        generator = self._generator or torch.cuda.default_generators[device.index]
-        scores = weighted_scores.unsqueeze(0)
+        generator = self._generator or torch.cuda.default_generators[weighted_scores.device.index]
+        return self._on_device(weighted_scores.unsqueeze(0), decoded_tokens, generator)
+
+    def _on_device(self, scores: torch.Tensor, decoded: Sequence[int], generator: torch.Generator) -> int:
+        """The token of scores [1, vocabulary], and the generator where upstream leaves it."""
         nucleus = draw(scores[:, : self._top_k], generator)
         before = generator.get_state()
         whole = draw(scores, generator)
-        held = self._recent(device, decoded_tokens[-self._window :])
+        held = self._recent(scores.device, decoded[-self._window :])
         chosen = ras_sample(scores, held, nucleus, whole, self._top_p, self._repeats, self._exclude, run=self._run)
         token, again = chosen[0].tolist()
         if not again:
@@ -66,7 +68,7 @@ class RasSampler:
     def _recent(self, device: torch.device, tokens: Sequence[int]) -> torch.Tensor:
         """The last tokens on the device, [1, window]; the copy waits for nothing, and the last one has ended."""
         if self._staged is None or self._held.device != device:
-            self._staged = torch.empty((1, self._window), dtype=torch.int64, pin_memory=True)
+            self._staged = torch.empty((1, self._window), dtype=torch.int64, pin_memory=device.type == "cuda")
             self._held = torch.empty((1, self._window), dtype=torch.int64, device=device)
         self._staged[0] = torch.tensor([*tokens, *[-1] * (self._window - len(tokens))])
         return self._held.copy_(self._staged, non_blocking=True)
