@@ -48,6 +48,6 @@ def compiled():
 @pytest.mark.parametrize("key", KEYS, ids=" ".join)
 def test_resources(key, compiled):
     found = compiled[key]
-    most = 128 if key[2] == "largest" else 0  # bytes: 32 elements a thread of three rows leave some over
+    most = 256 if key[2] == "largest" else 0  # bytes: three rows of 32 elements a thread do not quite fit
     assert found.spills <= most, f"{found.spills} bytes of registers spilled"
     assert found.registers <= 255 and found.shared <= 64 * 1024
