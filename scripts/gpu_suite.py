@@ -7,7 +7,8 @@ checks    tests marked ``gpu``, then kernels over odd sizes, strides, types and 
 micro     one MicroVerdict per case of voxfuse/microbench/cases, written under OUT/records
 decoder   wall time of the real Kokoro decoder (random weights): untouched, patched, torch.compile
 launches  kernels launched and GPU busy time of the same, from torch.profiler
-gate      ``voxfuse gate --generate-only`` with real weights, into OUT/gate; ``--gate-args`` adds arguments
+gate      ``voxfuse gate --generate-only`` with real weights, for each set of fusions (all, or those that
+          ``--gate-sets`` numbers) into OUT/gate-1, OUT/gate-2, …; ``--gate-args`` adds arguments
 sanitizer every kernel under compute-sanitizer's memcheck and racecheck
 
 The suite is resumable: what OUT holds is not measured again, each step stops when the budget would be exceeded, and the
@@ -95,6 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: dry run on tiny shapes")
     parser.add_argument("--pairs", type=int, default=50, help="pairs per micro verdict (at least 30)")
     parser.add_argument("--gate-args", default="", help="further arguments of voxfuse gate, in one string")
+    parser.add_argument(
+        "--gate-sets", type=int, nargs="*", default=[], help="numbers of the sets to gate; default: all"
+    )
     parser.add_argument("--pack", type=Path, help="leave OUT as archives in this folder")
     parser.add_argument("--pack-first", type=int, default=0, help="number of the first archive to write")
     parser.add_argument("--pack-count", type=int, default=4, help="how many archives to write")
@@ -110,6 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         deadline=time.monotonic() + options.budget,
         pairs=options.pairs,
         gate_args=options.gate_args,
+        sets=tuple(options.gate_sets),
     )
     suite.out.mkdir(parents=True, exist_ok=True)
     if suite.dry:

@@ -36,13 +36,14 @@ NOT_REACHED = "not reached within the budget"
 
 @dataclass(frozen=True)
 class Suite:
-    """One run. ``deadline`` is in ``time.monotonic()`` seconds."""
+    """One run. ``deadline`` is in ``time.monotonic()`` seconds; ``sets`` are those to gate (none: all)."""
 
     out: Path
     device: torch.device
     deadline: float
     pairs: int
     gate_args: str
+    sets: tuple[int, ...] = ()
 
     @property
     def dry(self) -> bool:

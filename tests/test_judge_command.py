@@ -172,7 +172,7 @@ def test_usage(stage: Any, tmp_path: Path) -> None:
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "file").write_text("mine")
     for arguments, message in (
-        (("--stack", "vocos"), "no fusions for 'vocos'; stacks with fusions: kokoro"),
+        (("--stack", "vocos"), "no fusions for 'vocos'; stacks with fusions: chatterbox, cosyvoice2, kokoro"),
         (("--device", "banana"), "expected cpu, cuda"),
         (("--protocol", "lax"), "expected one of smoke, full"),
         (("--state", tmp_path / "file"), "is a file"),

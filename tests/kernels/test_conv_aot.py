@@ -4,6 +4,7 @@ import pytest
 from aot import TARGETS, Request, compile_ahead
 
 from voxfuse.kernels.moments import BLOCK_CHANNELS, BLOCK_FRAMES, MAX_CHUNKS, OPTIONS
+from voxfuse.kernels.snake import BLOCK_ELEMENTS, MAX_BLOCK_CHANNELS
 
 pytestmark = pytest.mark.aot
 
@@ -25,6 +26,21 @@ ADAIN = dict.fromkeys(
     ),
     "i32",
 ) | {"lengths_ptr": "*i64", "eps": "fp32", "slope": "fp32"}  # fmt: skip
+SNAKE = dict.fromkeys(
+    ("x_ptr", "raw_ptr", "y_ptr", "bias_ptr", "residual_ptr", "alpha_ptr"), "*fp32"
+) | dict.fromkeys(
+    (
+        *("C", "T", "PADDED", "x_per_phase", "y_per_phase"),
+        *(f"stride_{name}" for name in ("xb", "xt", "xc", "rb", "rt", "rc")),
+    ),
+    "i32",
+) | {"lengths_ptr": "*i64"}  # fmt: skip
+SNAKE_BLOCK = {
+    "stride_xc": 1,
+    "stride_rc": 1,
+    "BLOCK_C": MAX_BLOCK_CHANNELS,
+    "BLOCK_T": BLOCK_ELEMENTS // MAX_BLOCK_CHANNELS,
+}
 PLAIN = {"X_PHASES": 1, "Y_PHASES": 1}
 CONFIGURATIONS = {  # kernel, signature, constants
     "read only": (
@@ -40,6 +56,19 @@ CONFIGURATIONS = {  # kernel, signature, constants
     ),
     "snake": ("adain_channels_last:_adain_kernel", ADAIN, PLAIN | {"MAX_CHUNKS": MAX_CHUNKS, "Y_PHASES": 5}),
     "leaky relu": ("adain_channels_last:_adain_kernel", ADAIN, PLAIN | {"MAX_CHUNKS": MAX_CHUNKS, "alpha_ptr": None}),
+    "snake between convolutions": (
+        "snake:_kernel",
+        SNAKE,
+        SNAKE_BLOCK | {"raw_ptr": None, "residual_ptr": None, "X_PHASES": 5, "Y_PHASES": 1},
+    ),
+    "sum and snake": ("snake:_kernel", SNAKE, SNAKE_BLOCK | {"X_PHASES": 1, "Y_PHASES": 3}),
+    "sum of channels first": (
+        "snake:_kernel",
+        SNAKE,
+        SNAKE_BLOCK
+        | PLAIN
+        | {"y_ptr": None, "alpha_ptr": None, "residual_ptr": None, "stride_xt": 1, "stride_xc": 480},
+    ),
 }
 
 

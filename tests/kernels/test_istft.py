@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from voxfuse.kernels._op import TALLIES
-from voxfuse.kernels.istft import BLOCK_HOPS, istft_polar, reference
+from voxfuse.kernels.istft import BLOCK_HOPS, istft_limited, istft_polar, limited_reference, reference
 from voxfuse.kernels.stft import stft_polar
 
 N_FFT, HOP, BINS = 20, 5, 11
@@ -107,3 +107,31 @@ def test_outside_the_envelope_the_reference_runs_and_is_counted(device, run):
     )
     (reason,) = TALLIES.of(run.receipt).fallbacks
     assert "at most 32" in reason and TALLIES.of(run.receipt).calls == 0
+
+
+@pytest.mark.parametrize(("frames", "n_fft", "hop"), [(2, 16, 4), (121, 16, 4), (30, 20, 5)])
+def test_limits_on_magnitude_and_samples(frames, n_fft, hop, device, run, same_precision, poisoned_empty):
+    a, b, window = case(2, frames, "exp_sin", device, n_fft)
+    a = a * 2 + 3  # a few magnitudes above the limit, many samples too
+    limits = 100.0, 0.99
+    result = istft_limited(a, b, window, None, hop, *limits, run=run)
+    magnitude = a.double().exp().clip(max=limits[0])
+    spectrum = torch.polar(magnitude, b.double().sin())
+    whole = torch.istft(spectrum, n_fft, hop, n_fft, window=window.double())
+    assert torch.any(a.exp() > limits[0]) and torch.any(whole.abs() > limits[1])
+    same_precision(result, limited_reference(a, b, window, None, hop, *limits), whole.clamp(-limits[1], limits[1]))
+    assert result.abs().max() == torch.tensor(limits[1], dtype=torch.float32)
+    wide = istft_limited(a, b, window, None, hop, limits[0], 1e9, run=run)
+    same_precision(wide, limited_reference(a, b, window, None, hop, limits[0], 1e9), whole)
+    assert TALLIES.of(run.receipt).calls == 2 and not TALLIES.of(run.receipt).fallbacks
+
+
+def test_limits_keep_nan_and_lengths(device, run, poisoned_empty):
+    a, b, window = case(3, 12, "exp_sin", device, 16)
+    a[0, 2, 5] = torch.nan
+    lengths = torch.tensor([12, 7, 1], device=device)
+    a[1, :, 7:] = torch.nan
+    result = istft_limited(a, b, window, lengths, 4, 100.0, 0.99, run=run)
+    assert torch.any(torch.isnan(result[0])), "NaN must stay visible"
+    torch.testing.assert_close(result[1:], limited_reference(a, b, window, lengths, 4, 100.0, 0.99)[1:])
+    assert torch.all(result[1, 24:] == 0) and torch.all(result[2] == 0)

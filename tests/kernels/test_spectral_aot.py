@@ -22,12 +22,13 @@ KERNELS = {
         "voxfuse.kernels.stft:_stft_kernel",
         pointers("x_ptr", "window_ptr", "y_ptr")
         | dict.fromkeys(("samples", "frames", "stride_xr", "stride_xt"), "i32"),
-        {"N_FFT": 20, "HOP": 5, "COS": COS, "SIN": SIN, "BLOCK_F": stft.BLOCK_FRAMES, "stride_xt": 1},
+        {"N_FFT": 20, "HOP": 5, "COS": COS, "SIN": SIN, "POLAR": True, "BLOCK_F": stft.BLOCK_FRAMES, "stride_xt": 1},
     ),
     "istft": (
         "voxfuse.kernels.istft:_istft_kernel",
         pointers("a_ptr", "b_ptr", "window_ptr", "y_ptr")
-        | dict.fromkeys(("frames", *(f"stride_{t}{axis}" for t in "ab" for axis in "rkf")), "i32"),
+        | dict.fromkeys(("frames", *(f"stride_{t}{axis}" for t in "ab" for axis in "rkf")), "i32")
+        | dict.fromkeys(("max_magnitude", "max_sample"), "fp32"),
         {"N_FFT": 20, "HOP": 5, "COS": COS, "SIN": SIN, "EXP_SIN": True, "BLOCK_H": istft.BLOCK_HOPS, "stride_af": 1,
          "stride_bf": 1},
     ),

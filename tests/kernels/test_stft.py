@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from voxfuse.kernels._op import TALLIES
-from voxfuse.kernels.stft import BLOCK_FRAMES, reference, stft_polar
+from voxfuse.kernels.stft import BLOCK_FRAMES, complex_reference, reference, stft_complex, stft_polar
 
 N_FFT, HOP = 20, 5
 PI = torch.tensor(math.pi, dtype=torch.float32).item()
@@ -131,3 +131,28 @@ def test_outside_the_envelope_the_reference_runs_and_is_counted(dtype, n_fft, ho
     assert torch.equal(stft_polar(x, window, None, hop, run=run), reference(x, window, None, hop))
     (found,) = TALLIES.of(run.receipt).fallbacks
     assert reason in found and TALLIES.of(run.receipt).calls == 0
+
+
+@pytest.mark.parametrize(("rows", "samples", "n_fft", "hop"), [(2, 9, 16, 4), (2, 480, 16, 4), (1, 34, 20, 5)])
+def test_real_and_imaginary_parts(rows, samples, n_fft, hop, device, run, same_precision, poisoned_empty):
+    x, window = case(rows, samples, device, n_fft)
+    result = stft_complex(x, window, None, hop, run=run)
+    spectrum = torch.stft(x.double(), n_fft, hop, n_fft, window=window.double(), return_complex=True)
+    same_precision(result, complex_reference(x, window, None, hop), torch.cat([spectrum.real, spectrum.imag], dim=1))
+    assert TALLIES.of(run.receipt).calls == 1 and not TALLIES.of(run.receipt).fallbacks
+
+
+def test_parts_of_each_row_equal_those_of_the_row_alone(device, run, poisoned_empty):
+    lengths = [64, 61, 9, 8, 0]
+    x, window = case(len(lengths), 64, device, 16)
+    for row, length in enumerate(lengths):
+        x[row, length:] = torch.nan
+    given = torch.tensor(lengths, device=device)
+    result = stft_complex(x, window, given, 4, run=run)
+    torch.testing.assert_close(result, complex_reference(x, window, given, 4), rtol=1e-5, atol=1e-7)
+    for row, length in enumerate(lengths):
+        frames = length // 4 + 1 if length > 8 else 0
+        assert torch.all(result[row, :, frames:] == 0)
+        if frames:
+            alone = stft_complex(x[row : row + 1, :length].clone(), window, None, 4, run=run)
+            assert torch.equal(result[row : row + 1, :, :frames], alone)

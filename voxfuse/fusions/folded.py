@@ -1,7 +1,6 @@
 """Convolutions with weight norm folded: one weight packed beside the module instead of a normalisation every call.
 
-The module keeps its old-style ``torch.nn.utils.weight_norm`` hook and its parameters. One that carries any other hook
-runs as itself.
+The module keeps its hook or parametrisation and its parameters. One that carries anything else runs as itself.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.weight_norm import WeightNorm
 
 from voxfuse.kernels._packs import pack
+from voxfuse.kernels._weight_norm import class_of, fault, folded, sources
 
 
 def convolve(conv: Any, x: torch.Tensor) -> torch.Tensor:
@@ -21,7 +20,7 @@ def convolve(conv: Any, x: torch.Tensor) -> torch.Tensor:
 
     Any other module, and one whose weight only a call can tell, runs as itself.
     """
-    kind = type(conv)
+    kind = class_of(conv)
     weight = folded_weight(conv) if kind in (nn.Conv1d, nn.ConvTranspose1d) else None
     if weight is None or conv.padding_mode != "zeros":
         return conv(x)
@@ -33,17 +32,11 @@ def convolve(conv: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def folded_weight(conv: Any) -> torch.Tensor | None:
-    """The weight that a call of a convolution would use; None where it has hooks other than weight norm's."""
-    hooks = list(conv._forward_pre_hooks.values())
-    if conv._forward_hooks or "forward" in vars(conv) or len(hooks) > 1:
+    """The weight that a call of a convolution would use; None where it has more between than weight norm."""
+    if fault(conv) is not None:
         return None
-    if not hooks:
-        return conv.weight
-    norm = hooks[0]
-    if type(norm) is not WeightNorm or norm.name != "weight":
-        return None
-    g, v = conv.weight_g, conv.weight_v
-    return pack(conv, "folded_weight", (g, v), lambda: torch._weight_norm(v, g, norm.dim))
+    parameters = sources(conv)
+    return parameters[0] if len(parameters) == 1 else pack(conv, "folded_weight", parameters, lambda: folded(conv))
 
 
 def output_lengths(conv: Any, lengths: torch.Tensor) -> torch.Tensor:

@@ -51,12 +51,17 @@ class Statistics:
 @contextmanager
 def capturing() -> Iterator[None]:
     """Let calls of this thread capture inside: warm up by speaking once at each length that will be served."""
-    outer = getattr(_asked, "inside", False)
+    outer = capture_asked()
     _asked.inside = True
     try:
         yield
     finally:
         _asked.inside = outer
+
+
+def capture_asked() -> bool:
+    """Whether this thread is inside ``capturing``."""
+    return getattr(_asked, "inside", False)
 
 
 def runners(module: nn.Module) -> list[GraphRunner]:
@@ -142,7 +147,7 @@ class GraphRunner:
                 return shelf.held[key]
             if key in self._refused:
                 return self._refused[key]
-            if key in self._wanted or self._policy == "first_use" or getattr(_asked, "inside", False):
+            if key in self._wanted or self._policy == "first_use" or capture_asked():
                 return self._capture(key)
         return f"no graph of {rows} rows × {key.bucket}: warm up inside voxfuse.capturing()"
 

@@ -18,13 +18,13 @@ import torch
 
 from voxfuse.fusions import spectral
 from voxfuse.fusions._fork import Fork
+from voxfuse.fusions._stages import mean_activated, reflected
 from voxfuse.fusions.adain_conv_block import adain_leaky_relu_block, adain_snake_block, padded_styles, snake_norms
 from voxfuse.fusions.folded import convolve, output_lengths
 from voxfuse.fusions.polyphase import upsample
 from voxfuse.kernels._op import Run
 from voxfuse.kernels.conv1d import STRATEGIES, packed_weight
 from voxfuse.kernels.istft import istft_polar
-from voxfuse.kernels.mean_act import mean_act
 from voxfuse.kernels.moments import moments, residual_moments
 from voxfuse.kernels.stft import stft_polar
 
@@ -147,9 +147,9 @@ class _Voice:
         generator, run, lengths = self._generator, self._run, self._lengths
         parts = [x]
         for stage, up in enumerate(generator.ups):
-            x = upsample(up, _mean_act(parts, lengths, SLOPE, run))
+            x = upsample(up, mean_activated(parts, lengths, SLOPE, run))
             if stage == generator.num_upsamples - 1:
-                x = _reflected(x)
+                x = reflected(x)
             lengths = self._lengths_of[stage]
             x, known = residual_moments(x, up.bias, self._noises[stage].join(), lengths, x.shape[1], 1, run=run)
             first, *others = [
@@ -159,28 +159,11 @@ class _Voice:
             parts = [first(), *(fork.join() for fork in forks)]
         post = generator.conv_post
         weight = packed_weight(post, out_channels=-(-post.out_channels // OUT_MULTIPLE) * OUT_MULTIPLE)
-        x = STRATEGIES["taps_first"](_mean_act(parts, lengths, LAST_SLOPE, run), weight, 1)
+        x = STRATEGIES["taps_first"](mean_activated(parts, lengths, LAST_SLOPE, run), weight, 1)
         spectrum = (x[:, :, : post.out_channels] + post.bias).transpose(1, 2)
         magnitude, phase = spectrum.split(generator.post_n_fft // 2 + 1, dim=1)
         hop = generator.stft.hop_length
         return istft_polar(magnitude, phase, self._window, lengths, hop, "exp_sin", run=run).unsqueeze(1)
-
-
-def _reflected(x: torch.Tensor) -> torch.Tensor:
-    """ReflectionPad1d((1, 0)) of what ``upsample`` gave, whose storage has room for a frame in front."""
-    rows, frames, channels = x.shape
-    longer = x.as_strided((rows, frames + 1, channels), x.stride(), x.storage_offset() - x.stride(1))
-    longer[:, 0] = x[:, 1]
-    return longer
-
-
-def _mean_act(parts: list[torch.Tensor], lengths: torch.Tensor | None, slope: float, run: Run) -> torch.Tensor:
-    """LeakyReLU of the mean, summed from the left; a zero tail. All [rows, frames, channels] contiguous."""
-    total, *rest = parts
-    while len(rest) > 2:
-        total = total + rest.pop(0)
-    first, second, third = (None if part is None else part.transpose(1, 2) for part in (total, *rest, None, None)[:3])
-    return mean_act(first, second, third, lengths, float(len(parts)), slope, run=run).transpose(1, 2)
 
 
 def draw_source(generator: Any, f0: torch.Tensor) -> torch.Tensor:

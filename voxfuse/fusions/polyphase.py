@@ -15,11 +15,12 @@ from torch import nn
 
 from voxfuse.fusions.folded import folded_weight
 from voxfuse.kernels._packs import pack
+from voxfuse.kernels._weight_norm import class_of
 
 
 def unsupported(conv: Any) -> str | None:
     """Why a module cannot run as a polyphase convolution, or None."""
-    kind = type(conv)
+    kind = class_of(conv)
     if kind is not nn.ConvTranspose1d:
         return f"expected ConvTranspose1d, got {kind.__name__}"
     if conv.groups not in (1, conv.in_channels) or conv.padding_mode != "zeros" or conv.dilation != (1,):

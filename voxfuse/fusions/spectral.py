@@ -46,10 +46,11 @@ def unsupported(stft: Any) -> str | None:
         return f"the window must be as long as n_fft, got {stft.win_length} and {n_fft}"
     if torch.compiler.is_compiling():
         return None
-    return pack(stft, f"fault at hop {hop}", [stft.window], lambda: _window_fault(stft.window, hop))
+    return pack(stft, f"fault at hop {hop}", [stft.window], lambda: window_fault(stft.window, hop))
 
 
-def _window_fault(window: torch.Tensor, hop: int) -> str | None:
+def window_fault(window: torch.Tensor, hop: int) -> str | None:
+    """Why torch.istft refuses a window at some number of frames, or None. Waits for the window's device."""
     n_fft = window.numel()
     try:
         for frames in range(2, n_fft // hop + 2):

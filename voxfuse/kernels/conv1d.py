@@ -18,15 +18,16 @@ different kernels: up to four times apart on an H200. ``fastest`` is what was me
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.weight_norm import WeightNorm
 
 from voxfuse.kernels._op import fused_op
 from voxfuse.kernels._packs import pack
 from voxfuse.kernels._phases import from_phases, padded_frames, to_phases
+from voxfuse.kernels._weight_norm import class_of, fault, folded, sources
 from voxfuse.kernels.moments import (
     FLOAT_TYPES,
     empty_moments,
@@ -38,33 +39,25 @@ from voxfuse.kernels.moments import (
 from voxfuse.kernels.moments import reference as residual_moments_reference
 
 
-def conv_unsupported(conv: nn.Module) -> str | None:
+def conv_unsupported(conv: Any) -> str | None:
     """Why a convolution module cannot run from a packed weight, or None."""
-    if type(conv) is not nn.Conv1d:
-        return f"the convolution is {type(conv).__name__}, expected Conv1d"
+    if class_of(conv) is not nn.Conv1d:
+        return f"the convolution is {class_of(conv).__name__}, expected Conv1d"
     (taps,), (stride,), (dilation,) = conv.kernel_size, conv.stride, conv.dilation
     if (stride, conv.groups, conv.padding_mode) != (1, 1, "zeros") or taps % 2 == 0:
         return f"expected odd taps, stride 1, one group and zero padding, got {conv}"
     if conv.padding != (dilation * (taps - 1) // 2,):
         return f"expected padding that keeps the length, got {conv}"
-    strange = [hook for hook in conv._forward_pre_hooks.values() if not isinstance(hook, WeightNorm)]
-    if strange or conv._forward_hooks or len(conv._forward_pre_hooks) > 1 or "forward" in vars(conv):
-        return f"the convolution has hooks or a forward of its own besides weight norm: {conv}"
-    return None
+    return fault(conv)
 
 
 def packed_weight(conv: nn.Conv1d, in_channels: int | None = None, out_channels: int | None = None) -> torch.Tensor:
-    """The weight of a Conv1d as [out, taps, in], with weight norm folded as its hook would: g · v / ‖v‖.
+    """The weight of a Conv1d as [out, taps, in], with weight norm folded.
 
     Zeros fill up to ``in_channels`` and ``out_channels``: cuDNN's fast kernels want multiples.
     """
     shape = out_channels or conv.out_channels, in_channels or conv.in_channels
-    norm = next((hook for hook in conv._forward_pre_hooks.values() if isinstance(hook, WeightNorm)), None)
-    name = f"channels last {shape}"
-    if norm is None:
-        return pack(conv, name, [conv.weight], lambda: _channels_last(conv.weight, shape))
-    g, v = getattr(conv, f"{norm.name}_g"), getattr(conv, f"{norm.name}_v")
-    return pack(conv, name, [g, v], lambda: _channels_last(norm.compute_weight(conv), shape))
+    return pack(conv, f"channels last {shape}", sources(conv), lambda: _channels_last(folded(conv), shape))
 
 
 def _channels_last(weight: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

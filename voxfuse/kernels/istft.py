@@ -2,6 +2,7 @@
 
 Layouts: ``a`` and ``b`` [rows, bins, frames] each, bins = n_fft / 2 + 1; window [n_fft]; y [rows, (frames − 1)·hop].
 ``head`` "polar": m = a, p = b. ``head`` "exp_sin": m = exp(a), p = sin(b), the end of Kokoro's Generator.forward.
+``istft_limited`` has the head "exp_sin", m at most ``max_magnitude``, and y within ±``max_sample``: HiFT's end.
 Overlap-add of the windowed inverse transforms, divided by that of the squared window, n_fft / 2 samples cut off at both
 ends; imaginary parts of bins 0 and n_fft / 2 count for nothing: torch.istft(center=True). ``lengths`` [rows] in frames:
 only a row's valid frames are added, in the sum and in the divisor, so that its end is that of the row alone; y is zero
@@ -11,12 +12,14 @@ on its batch. torch.istft raises where the divisor is not above 1e-11, for which
 checks the window once.
 Envelope: fp32, any strides, n_fft <= 32 and a multiple of 2·hop, window as long as n_fft; inference only. No complex
 tensor, no host sync.
-Source: TorchSTFT.inverse and the end of Generator.forward in kokoro/istftnet.py.
+Source: TorchSTFT.inverse and the end of Generator.forward in kokoro/istftnet.py; HiFTGenerator._istft and the end of
+HiFTGenerator.decode in cosyvoice/hifigan/generator.py.
 """
 
 # ruff: noqa: RUF005 - the kernel language has no starred tuples
 from __future__ import annotations
 
+import math
 from typing import no_type_check
 
 import torch
@@ -36,7 +39,7 @@ HEADS = ("polar", "exp_sin")
 @no_type_check  # mypy takes a tuple that grows for an error
 def _istft_kernel(
     a_ptr, b_ptr, window_ptr, y_ptr, lengths_ptr,
-    frames, stride_ar, stride_ak, stride_af, stride_br, stride_bk, stride_bf,
+    frames, stride_ar, stride_ak, stride_af, stride_br, stride_bk, stride_bf, max_magnitude, max_sample,
     N_FFT: tl.constexpr, HOP: tl.constexpr, COS: tl.constexpr, SIN: tl.constexpr, EXP_SIN: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -61,6 +64,7 @@ def _istft_kernel(
             b = tl.load(b_ptr + row * stride_br + k * stride_bk + f * stride_bf, mask=valid, other=0.0)  # [BLOCK_H]
             if EXP_SIN:
                 a = exponential(a)
+                a = tl.where(a > max_magnitude, max_magnitude, a)  # keeps NaN, as torch.clip does
                 b = sine(b)
             sin_b, cos_b = sine_cosine(b)
             real = real + ((a * cos_b).to(tl.float64),)
@@ -84,6 +88,7 @@ def _istft_kernel(
     for r in tl.static_range(HOP):
         inside = h < length - 1
         y = tl.div_rn(total[r].to(tl.float32), tl.where(inside, (divisor[r] * N_FFT).to(tl.float32), 1.0))
+        y = tl.where(y > max_sample, max_sample, tl.where(y < -max_sample, -max_sample, y))
         tl.store(target + r, tl.where(inside, y, 0.0), mask=h < frames - 1)
 
 
@@ -143,8 +148,55 @@ def istft_polar(
     """
     if head not in HEADS:
         raise ValueError(f"head must be one of {', '.join(HEADS)}, got {head!r}")
+    return _launch(a, b, window, lengths, hop, head == "exp_sin", math.inf, math.inf)
+
+
+def limited_reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    window: torch.Tensor,
+    lengths: torch.Tensor | None,
+    hop: int,
+    max_magnitude: float,
+    max_sample: float,
+) -> torch.Tensor:
+    """The upstream chain, in its order; with ``lengths``, row by row on its valid frames."""
+    magnitude, phase = torch.clip(torch.exp(a), max=max_magnitude), torch.sin(b)
+    return torch.clamp(reference(magnitude, phase, window, lengths, hop, "polar"), -max_sample, max_sample)
+
+
+@fused_op(
+    "istft_limited",
+    "(Tensor a, Tensor b, Tensor window, Tensor? lengths, int hop, float max_magnitude, float max_sample) -> Tensor",
+    reference=limited_reference,
+    unsupported=lambda a, b, window, lengths, hop, *_: unsupported(a, b, window, lengths, hop, "exp_sin"),
+    fake=lambda a, b, window, lengths, hop, *_: _fake(a, b, window, lengths, hop, "exp_sin"),
+)
+def istft_limited(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    window: torch.Tensor,
+    lengths: torch.Tensor | None,
+    hop: int,
+    max_magnitude: float,
+    max_sample: float,
+) -> torch.Tensor:
+    """Samples [rows, (frames − 1)·hop] of a spectrum within limits; formula in the module's docstring."""
+    return _launch(a, b, window, lengths, hop, True, max_magnitude, max_sample)
+
+
+def _launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    window: torch.Tensor,
+    lengths: torch.Tensor | None,
+    hop: int,
+    exp_sin: bool,
+    max_magnitude: float,
+    max_sample: float,
+) -> torch.Tensor:
     rows, _, frames = a.shape
-    y = _fake(a, b, window, lengths, hop, head)
+    y = a.new_empty((rows, (frames - 1) * hop))
     if y.numel() == 0:
         return y
     n_fft = window.numel()
@@ -153,8 +205,8 @@ def istft_polar(
         rows * triton.cdiv(frames - 1, BLOCK_HOPS),
         (a, b, window, y, lengths),
         (frames, *a.stride(), *b.stride()),
-        (),
-        (n_fft, hop, *twiddles(n_fft), head == "exp_sin", BLOCK_HOPS),
+        (max_magnitude, max_sample),
+        (n_fft, hop, *twiddles(n_fft), exp_sin, BLOCK_HOPS),
         OPTIONS,
     )
     return y

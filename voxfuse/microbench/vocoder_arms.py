@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from voxfuse.fusions import adain_conv_block
+from voxfuse.fusions import adain_conv_block, snake_conv_block
 from voxfuse.kernels._op import Run
 from voxfuse.kernels.istft import istft_polar
 from voxfuse.kernels.sine_source import sine_source
+from voxfuse.kernels.snake import snake
 from voxfuse.kernels.stft import stft_polar
 from voxfuse.microbench.operation import Operation, smooth
 from voxfuse.microbench.timer import Inputs
@@ -64,6 +65,99 @@ class AdainSnakeBlock(nn.Module):
             y = adain2(y, style)
             x = conv2(y + (1 / a2) * torch.sin(a2 * y) ** 2) + x
         return x
+
+
+class _Snake(nn.Module):
+    """x + sin²(α·x) / (α + 1e-9), as HiFT's."""
+
+    alpha_logscale, no_div_by_zero = False, 1e-9
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.exp(0.3 * torch.randn(channels)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        alpha = self.alpha.unsqueeze(0).unsqueeze(-1)
+        return x + (1.0 / (alpha + self.no_div_by_zero)) * torch.pow(torch.sin(x * alpha), 2)
+
+
+class SnakeBlock(nn.Module):
+    """ResBlock of HiFT (arXiv:2309.09493): three times x + conv(snake(conv(snake(x)))). Weight norm as a
+    parametrisation, as upstream's."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+
+        def convolutions(dilations: tuple[int, ...]) -> nn.ModuleList:
+            return nn.ModuleList(
+                nn.utils.parametrizations.weight_norm(
+                    nn.Conv1d(channels, channels, taps, dilation=d, padding=d * (taps - 1) // 2)
+                )
+                for d in dilations
+            )
+
+        self.convs1, self.convs2 = convolutions((1, 3, 5)), convolutions((1, 1, 1))
+        self.activations1, self.activations2 = (nn.ModuleList(_Snake(channels) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, channels, frames]."""
+        for conv1, conv2, snake1, snake2 in zip(
+            self.convs1, self.convs2, self.activations1, self.activations2, strict=True
+        ):
+            x = conv2(snake2(conv1(snake1(x)))) + x
+        return x
+
+
+class HiftBlock:
+    """The block with random weights, in fp32 and fp64, and its fusion."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            block = SnakeBlock(case.tensors["x"].shape[1], int(case.parameters["taps"])).eval()
+        self._single, self._double = block.to(device), copy.deepcopy(block).double().to(device)
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        """The eager block."""
+        return (self._double if x.dtype == torch.float64 else self._single)(x)
+
+    def __call__(self, *args: Any, run: Run) -> torch.Tensor:
+        """The fused block on x."""
+        (x,) = args
+        return snake_conv_block.run_block(self._single, x, run)
+
+
+def hift_block_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """x [rows, channels, frames]."""
+    return (smooth(case.tensors["x"], generator),)
+
+
+class SnakePass:
+    """Snake of a convolution's x + bias + residual in plain order, all rows whole: eager makes no tail and no phases.
+
+    The result is the activated one. With a residual the sum is written too, whose bytes the ceiling leaves out.
+    """
+
+    def reference(
+        self, x: torch.Tensor, bias: torch.Tensor, alpha: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Upstream's chain, the channels last."""
+        raw = x + bias
+        raw = raw if residual is None else raw + residual
+        return raw + (1.0 / (alpha + 1e-9)) * torch.pow(torch.sin(raw * alpha), 2)
+
+    def __call__(self, *args: Any, run: Run) -> torch.Tensor:
+        """The fused pass."""
+        x, bias, alpha, residual = args
+        return snake(x, bias, residual, alpha, None, x.shape[1], 1, 1, residual is not None, run=run)[1]
+
+
+def snake_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """x [rows, frames, channels], bias and alpha [channels], and the residual at an iteration's end (else None)."""
+    x = smooth(case.tensors["x"], generator)
+    bias, alpha = (torch.randn(x.shape[2], generator=generator, device=x.device) * 0.3 for _ in range(2))
+    residual = smooth(case.tensors["residual"], generator) if "residual" in case.tensors else None
+    return x, bias, alpha.exp(), residual
 
 
 class Block:
@@ -148,6 +242,15 @@ OPERATIONS: dict[str, Operation] = {
     "adain_conv_block": Operation(
         Block, block_inputs, "an AdaIN residual block", flop=block_flop, precision="tf32", of_modules=True
     ),
+    "snake_conv_block": Operation(
+        HiftBlock,
+        hift_block_inputs,
+        "a residual block with Snake",
+        flop=block_flop,
+        precision="tf32",
+        of_modules=True,
+    ),
+    "snake": Operation(SnakePass(), snake_inputs, "bias, residual and Snake of a convolution"),
     "stft_polar": Operation(stft_polar, stft_inputs, "an STFT to magnitude and phase", compared=as_complex),
     "istft_polar": Operation(istft_polar, istft_inputs, "an inverse STFT from a spectral head", timed="wall"),
     "sine_source": Operation(sine_source, source_inputs, "a harmonic source"),

@@ -32,13 +32,30 @@ def _kokoro() -> StackPatches:
     return KOKORO
 
 
+def _cosyvoice2() -> StackPatches:
+    from voxfuse.patches.cosyvoice import COSYVOICE2
+
+    return COSYVOICE2
+
+
+def _chatterbox() -> StackPatches:
+    from voxfuse.patches.chatterbox import CHATTERBOX
+
+    return CHATTERBOX
+
+
 def _transformers() -> StackPatches:
     from voxfuse.patches.transformers import TRANSFORMERS
 
     return TRANSFORMERS
 
 
-STACKS: dict[str, Callable[[], StackPatches]] = {"kokoro": _kokoro, "transformers": _transformers}
+STACKS: dict[str, Callable[[], StackPatches]] = {
+    "kokoro": _kokoro,
+    "cosyvoice2": _cosyvoice2,
+    "chatterbox": _chatterbox,
+    "transformers": _transformers,
+}
 
 
 def expand(names: Iterable[str]) -> tuple[str, ...]:

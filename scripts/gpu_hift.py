@@ -1,0 +1,155 @@
+"""Wall and GPU-busy time of HiFT (CosyVoice2, Chatterbox) at the released shapes with random weights, on a GPU:
+
+    PYTHONPATH=SITE:. python scripts/gpu_hift.py [--out FILE] [--stack cosyvoice2] [--compile]
+
+SITE holds ``cosyvoice-minicpmo`` and ``chatterbox-tts``, installed with --no-deps. Prints one JSON object a line, for
+each (rows, mel frames; 50 frames a second): ms of ``decode`` and of ``inference``, untouched, with fused blocks alone,
+and from a graph; kernels launched and GPU-busy ms; and, once a stack, a batch of 16 rows of mixed lengths (1 to 12 s)
+against the same audio in 16 equal rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import DeviceType, ProfilerActivity, profile
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import hift_classes  # noqa: E402 - the checkout need not be installed
+
+import voxfuse  # noqa: E402
+from voxfuse.fusions.graph_runner import capturing  # noqa: E402
+from voxfuse.fusions.hift_graph import Runners  # noqa: E402
+from voxfuse.kernels._op import Run  # noqa: E402
+
+SHAPES = ((1, 100), (1, 500), (8, 500), (16, 500))
+ARMS = {"blocks": ["snake_conv_block"], "graph": ["hift_graph"]}
+MIXED_S = (1, 2, 2, 3, 3, 4, 4, 5, 6, 6, 7, 8, 9, 10, 11, 12)
+WARM_UPS, REPEATS = 5, 20
+
+
+def wall_ms(call: Callable[[], Any]) -> float:
+    """Median wall time with a synchronisation per call."""
+    walls = []
+    for index in range(WARM_UPS + REPEATS):
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        if index >= WARM_UPS:
+            walls.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(walls)
+
+
+def busy(call: Callable[[], Any]) -> dict[str, float]:
+    """Device activities of one call, and the union of their intervals in ms."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    events = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in found.events()
+        if event.device_type == DeviceType.CUDA
+    )
+    total, last = 0.0, 0.0
+    for start, end in events:
+        total += max(end - max(start, last), 0.0)
+        last = max(last, end)
+    return {"launches": len(events), "busy_ms": total / 1e3}
+
+
+def inputs(rows: int, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """mel [rows, 80, frames] and source [rows, 1, samples]."""
+    torch.manual_seed(1)
+    turns = torch.arange(frames * 480, device="cuda") * 0.04
+    noise = 0.02 * torch.randn(rows, 1, frames * 480, device="cuda")
+    return torch.randn(rows, 80, frames, device="cuda"), 0.1 * torch.sin(turns) + noise
+
+
+def snr_db(value: torch.Tensor, baseline: torch.Tensor) -> float:
+    """Of the patched against the untouched audio."""
+    noise = (value.double() - baseline.double()).square().sum()
+    return float(10 * torch.log10(baseline.double().square().sum() / noise))
+
+
+def measured(hift: Any, mel: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:
+    """decode and inference as they are now."""
+    return {
+        "decode_ms": wall_ms(lambda: hift.decode(mel, source)),
+        "inference_ms": wall_ms(lambda: hift.inference(mel)),
+        **busy(lambda: hift.decode(mel, source)),
+    }
+
+
+def shape(stack: str, hift: Any, rows: int, frames: int, compiled: bool) -> dict[str, Any]:
+    """All arms at one shape."""
+    mel, source = inputs(rows, frames)
+    baseline = hift.decode(mel, source)
+    result: dict[str, Any] = {"stack": stack, "rows": rows, "frames": frames, "eager": measured(hift, mel, source)}
+    for arm, fusions in ARMS.items():
+        with voxfuse.apply_patches(stack, include=fusions, policy="all") as patches:
+            with capturing():
+                audio = hift.decode(mel, source)
+            result[arm] = measured(hift, mel, source) | {"snr_db": snr_db(audio, baseline)}
+            result[arm]["fallbacks"] = {r.fusion: dict(r.fallbacks) for r in patches.receipts if r.fallbacks}
+    if compiled:
+        for mode in ("default", "reduce-overhead"):
+            torch.compiler.reset()
+            call = torch.compile(hift.decode, dynamic=False, mode=mode)
+            try:
+                result[f"compile {mode}"] = {"decode_ms": wall_ms(lambda: call(mel, source))}  # noqa: B023
+            except Exception as error:  # whatever the compiler raises is the result of this baseline
+                result[f"compile {mode}"] = {"absent": f"{type(error).__name__}: {error}"[:300]}
+    return result
+
+
+def mixed(stack: str, hift: Any) -> dict[str, Any]:
+    """16 rows of 1 to 12 s in one call against the same audio in 16 equal rows, both from graphs."""
+    graphs = Runners(Run("triton", "mixed"), "first_use")
+    frames = [50 * seconds for seconds in MIXED_S]
+    mel, source = inputs(len(frames), max(frames))
+    even = inputs(len(frames), sum(frames) // len(frames))
+    assert not isinstance(graphs.decode(hift, mel, source, lengths=frames), str)
+    assert not isinstance(graphs.decode(hift, *even), str)
+    return {
+        "stack": stack,
+        "mixed_ms": wall_ms(lambda: graphs.decode(hift, mel, source, lengths=frames)),
+        "equal_ms": wall_ms(lambda: graphs.decode(hift, *even)),
+    }
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--stack", choices=[*hift_classes.MODULES], action="append")
+    parser.add_argument("--compile", action="store_true", help="torch.compile too: minutes")
+    options = parser.parse_args()
+    for stack in options.stack or hift_classes.MODULES:
+        if hift_classes.importable(stack) is None:
+            print(json.dumps({"stack": stack, "absent": "its distribution is not installed"}), flush=True)
+            continue
+        with torch.inference_mode(False):
+            torch.manual_seed(0)
+            hift = hift_classes.generator(stack, **hift_classes.RELEASED, in_channels=80, base_channels=512).cuda()
+        results = [lambda r=r, t=t: shape(stack, hift, r, t, options.compile) for r, t in SHAPES]  # noqa: B023
+        for call in (*results, lambda: mixed(stack, hift)):  # noqa: B023
+            line = json.dumps(call())
+            print(line, flush=True)
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""HiFT's decoder with valid lengths, channels last from end to end: HiFTGenerator.decode of CosyVoice2 and Chatterbox.
+
+Lengths are int64 [rows] on the device, valid mel frames (20 ms each at the released shapes). What lies behind a row's
+end stays out of the result: every convolution wider than one frame reads an input with a zero tail, as if padded by
+itself, and the spectrum of the source and the waveform end at the row's own length (kernels/stft.py). The source is
+given from outside: upstream draws its noise, and mends it with ``cache_source``, before.
+Source: HiFTGenerator.decode in cosyvoice/hifigan/generator.py and chatterbox/models/s3gen/hifigan.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from voxfuse.fusions import polyphase, spectral
+from voxfuse.fusions._fork import Fork
+from voxfuse.fusions._stages import mean_activated, reflected
+from voxfuse.fusions.folded import folded_weight, output_lengths
+from voxfuse.fusions.polyphase import upsample
+from voxfuse.fusions.snake_conv_block import block_fault, snake_block
+from voxfuse.kernels._op import Run
+from voxfuse.kernels._packs import pack
+from voxfuse.kernels._weight_norm import class_of
+from voxfuse.kernels.conv1d import STRATEGIES, conv_unsupported, packed_weight
+from voxfuse.kernels.istft import istft_limited
+from voxfuse.kernels.snake import snake
+from voxfuse.kernels.stft import stft_complex
+
+LAST_SLOPE = 0.01  # of the leaky_relu before conv_post; the others have ``lrelu_slope``
+MAX_MAGNITUDE = 100.0  # upstream's clip in _istft
+BRANCH_SAMPLES = 400_000  # of rows · samples, up to which branches of the graph pay (as for Kokoro): 16 s
+SOURCE_LANE = 0  # of the branches (``_fork``); the parallel blocks have the lanes behind it
+OUT_MULTIPLE = 8  # of channels: cuDNN's kernels for others take up to three times as long
+
+
+def samples_per_frame(hift: Any) -> int:
+    """Samples of the waveform for each mel frame."""
+    return math.prod(up.stride[0] for up in hift.ups) * hift.istft_params["hop_len"]
+
+
+def decode(hift: Any, mel: torch.Tensor, source: torch.Tensor, lengths: torch.Tensor | None, run: Run) -> torch.Tensor:
+    """HiFTGenerator.decode: mel [rows, bins, frames], source [rows, 1, samples] → [rows, samples], zero behind each
+    row's end. The module must be without ``fault``."""
+    hop = hift.istft_params["hop_len"]
+    window = pack(hift, f"window on {mel.device}", [hift.stft_window], lambda: hift.stft_window.to(mel.device))
+    samples = None if lengths is None else lengths * samples_per_frame(hift)
+    lanes = [SOURCE_LANE + i if source.numel() <= BRANCH_SAMPLES else None for i in range(hift.num_kernels)]
+    spectrum = stft_complex(source.squeeze(1), window, samples, hop, run=run)
+    ends, sources = [], []
+    end = lengths
+    for stage, up in enumerate(hift.ups):
+        end = None if end is None else output_lengths(up, end)
+        if stage == hift.num_upsamples - 1:  # one frame more, reflected in front
+            end = None if end is None else end + 1
+        ends.append(end)
+        sources.append(Fork(functools.partial(_source_branch, hift, stage, spectrum, end, run), lanes[0]))
+    parts, slope = [_mel_features(hift, mel, lengths, run)], float(hift.lrelu_slope)
+    for stage, up in enumerate(hift.ups):
+        x = upsample(up, mean_activated(parts, lengths, slope, run))
+        if stage == hift.num_upsamples - 1:
+            x = reflected(x)
+        lengths = ends[stage]
+        x, _ = snake(x, up.bias, sources[stage].join(), None, lengths, x.shape[1], 1, 1, True, run=run)
+        blocks = hift.resblocks[stage * hift.num_kernels : (stage + 1) * hift.num_kernels]
+        first, *others = [functools.partial(snake_block, block, x, lengths, run) for block in blocks]
+        forks = [Fork(other, lane) for other, lane in zip(others, lanes[1:], strict=True)]
+        parts = [first(), *(fork.join() for fork in forks)]
+    post = hift.conv_post
+    weight = packed_weight(post, out_channels=-(-post.out_channels // OUT_MULTIPLE) * OUT_MULTIPLE)
+    x = STRATEGIES["taps_first"](mean_activated(parts, lengths, LAST_SLOPE, run), weight, 1)
+    x = (x[:, :, : post.out_channels] + post.bias).transpose(1, 2)
+    magnitude, phase = x.split(hift.istft_params["n_fft"] // 2 + 1, dim=1)
+    return istft_limited(magnitude, phase, window, lengths, hop, MAX_MAGNITUDE, float(hift.audio_limit), run=run)
+
+
+def _mel_features(hift: Any, mel: torch.Tensor, lengths: torch.Tensor | None, run: Run) -> torch.Tensor:
+    """conv_pre of mel [rows, bins, frames], channels last, the tail zero before and behind."""
+    frames = mel.shape[2]
+    x, _ = snake(mel.transpose(1, 2), None, None, None, lengths, frames, 1, 1, True, run=run)
+    x = STRATEGIES["taps_last"](x, packed_weight(hift.conv_pre), 1)
+    x, _ = snake(x, hift.conv_pre.bias, None, None, lengths, frames, 1, 1, True, run=run)
+    return x
+
+
+def _source_branch(
+    hift: Any, stage: int, spectrum: torch.Tensor, lengths: torch.Tensor | None, run: Run
+) -> torch.Tensor:
+    """What a stage adds of the source: [rows, frames, channels] contiguous."""
+    down = hift.source_downs[stage]
+    weight = folded_weight(down)
+    assert weight is not None, "asked before: fault"
+    x = F.conv1d(spectrum, weight, None, down.stride, down.padding).transpose(1, 2)
+    x, _ = snake(x, down.bias, None, None, lengths, x.shape[1], 1, 1, True, run=run)
+    return snake_block(hift.source_resblocks[stage], x, lengths, run)
+
+
+def fault(hift: Any) -> str | None:
+    """What in a HiFTGenerator is outside what ``decode`` computes, or None: asked of its structure."""
+    n_fft, hop = hift.istft_params["n_fft"], hift.istft_params["hop_len"]
+    stages, kernels = hift.num_upsamples, hift.num_kernels
+    counts = len(hift.ups), len(hift.source_downs), len(hift.source_resblocks), len(hift.resblocks)
+    if min(stages, kernels) < 1 or counts != (stages, stages, stages, stages * kernels):
+        return f"expected {stages} stages of {kernels} blocks, got {counts} parts"
+    if (pad := hift.reflection_pad.padding) != (1, 0) or type(hift.reflection_pad) is not nn.ReflectionPad1d:
+        return f"expected one frame reflected in front, got {pad}"
+    if hift.stft_window.shape != (n_fft,):
+        return f"the window must be as long as n_fft, got {tuple(hift.stft_window.shape)} and {n_fft}"
+    if (reason := spectral.window_fault(hift.stft_window, hop)) is not None:
+        return reason
+    for conv in (hift.conv_pre, hift.conv_post):
+        if (reason := conv_unsupported(conv)) is not None:
+            return reason
+    for up in hift.ups:
+        if (reason := polyphase.unsupported(up)) is not None:
+            return reason
+        if up.groups != 1 or up.kernel_size[0] - 2 * up.padding[0] + up.output_padding[0] != up.stride[0]:
+            return f"expected an upsampling by its stride, got {up}"
+    if hift.ups[-1].padding[0] < 1:
+        return f"expected padding in the last upsampling convolution, got {hift.ups[-1]}"
+    for down in hift.source_downs:
+        settings = class_of(down), down.groups, down.dilation, down.padding_mode
+        if settings != (nn.Conv1d, 1, (1,), "zeros") or folded_weight(down) is None:
+            return f"expected a plain Conv1d of the source's spectrum, got {down}"
+    convolutions = [hift.conv_pre, hift.conv_post, *hift.ups, *hift.source_downs]
+    if any(conv.bias is None for conv in convolutions):
+        return "expected a bias in every convolution"
+    blocks = [*hift.source_resblocks, *hift.resblocks]
+    return next((reason for block in blocks if (reason := block_fault(block)) is not None), None)

@@ -1,0 +1,93 @@
+"""Residual blocks with Snake (HiFTNet, HiFi-GAN with Snake) channels last: x + conv2(snake(conv1(snake(x)))), repeated.
+
+Between two convolutions stands one pass: bias, residual, Snake and the phases of the next dilation (kernels/snake.py);
+the convolutions are cuDNN's without bias and dilation (kernels/conv1d.py). Parameters stay as upstream made them;
+folded and repacked weights live beside the modules.
+Source: ResBlock in cosyvoice/hifigan/generator.py and chatterbox/models/s3gen/hifigan.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from voxfuse.kernels._op import Run
+from voxfuse.kernels.conv1d import STRATEGIES, conv_unsupported, fastest, packed_weight
+from voxfuse.kernels.moments import FLOAT_TYPES
+from voxfuse.kernels.snake import EPS, snake
+from voxfuse.records import Fusion, FusionPattern
+
+SNAKE_CONV_BLOCK = Fusion(
+    name="snake_conv_block",
+    stacks=("cosyvoice2", "chatterbox"),
+    operations=("snake", "weight norm", "conv1d", "bias", "residual add"),
+    contract="same-precision",
+    envelope="fp32, fp16 or bf16 [rows, channels, frames] in the type of the weights, outside autocast; Conv1d with "
+    "odd taps that keeps the length; inference only",
+    kernels=("snake", "conv1d"),
+    patterns=(FusionPattern(modules=("ResBlock", "Snake")),),
+)
+
+
+def block_fault(block: Any) -> str | None:
+    """What in a block is not as upstream builds it, or None: asked of its structure."""
+    convolutions = [*block.convs1, *block.convs2]
+    activations = [*block.activations1, *block.activations2]
+    if not len(block.convs1) == len(block.convs2) == len(block.activations1) == len(block.activations2) > 0:
+        return f"expected as many Snakes as convolutions, got {len(activations)} and {len(convolutions)}"
+    for part in activations:
+        if part.alpha_logscale or part.no_div_by_zero != EPS or part._forward_hooks or part._forward_pre_hooks:
+            return f"expected Snake with a linear alpha, eps {EPS} and no hooks, got {part}"
+        if part.alpha.dim() != 1:
+            return f"expected an alpha of each channel, got {tuple(part.alpha.shape)}"
+    for conv in convolutions:
+        if (reason := conv_unsupported(conv)) is not None:
+            return reason
+        if conv.bias is None or conv.in_channels != conv.out_channels:
+            return f"expected a bias and as many channels out as in, got {conv}"
+    return None
+
+
+def unsupported(block: Any, x: torch.Tensor) -> str | None:
+    """Why a block cannot be fused on x [rows, channels, frames], or None."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *block.parameters())):
+        return "a gradient is needed; call under torch.no_grad() or torch.inference_mode()"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast is on: it gives every operation a type of its own"
+    if (reason := block_fault(block)) is not None:
+        return reason
+    channels = block.convs1[0].in_channels
+    if x.dim() != 3 or x.shape[1] != channels or x.numel() == 0:
+        return f"x must be [rows, {channels}, frames] and not empty, got {tuple(x.shape)}"
+    alpha = block.activations1[0].alpha  # stands for all weights, whose types a convolution cannot mix
+    if x.dtype not in FLOAT_TYPES or x.dtype != alpha.dtype:
+        return f"x and weights must be one of fp32, fp16 and bf16, the same for all, got {x.dtype} and {alpha.dtype}"
+    return None
+
+
+def run_block(block: Any, x: torch.Tensor, run: Run) -> torch.Tensor:
+    """ResBlock.forward: x [rows, channels, frames] in any layout; the result is channels last in memory."""
+    return snake_block(block, x.transpose(1, 2), None, run).transpose(1, 2)
+
+
+def snake_block(block: Any, x: torch.Tensor, lengths: torch.Tensor | None, run: Run) -> torch.Tensor:
+    """ResBlock.forward of x [rows, frames, channels] in any strides, ``lengths`` [rows] valid frames or None.
+
+    The result is contiguous and zero behind each row's valid length, whatever x holds there.
+    """
+    frames = x.shape[1]
+    snakes = [part.alpha for pair in zip(block.activations1, block.activations2, strict=True) for part in pair]
+    convolutions = [conv for pair in zip(block.convs1, block.convs2, strict=True) for conv in pair]
+    dilations = [conv.dilation[0] for conv in convolutions]
+    _, y = snake(x, None, None, snakes[0], lengths, frames, 1, dilations[0], False, run=run)
+    for i, (conv, d) in enumerate(zip(convolutions, dilations, strict=True)):
+        weight = packed_weight(conv)
+        y = STRATEGIES[fastest(y.shape[0], y.shape[2], weight.shape[1], d)](y, weight, d)
+        if i % 2 == 0:
+            _, y = snake(y, conv.bias, None, snakes[i + 1], lengths, frames, d, dilations[i + 1], False, run=run)
+        elif i + 1 < len(convolutions):
+            x, y = snake(y, conv.bias, x, snakes[i + 1], lengths, frames, d, dilations[i + 1], True, run=run)
+        else:
+            x, _ = snake(y, conv.bias, x, None, lengths, frames, d, 1, True, run=run)
+    return x

@@ -1,0 +1,32 @@
+"""Chatterbox (PyPI ``chatterbox-tts``): the HiFT of its s3gen, a copy of CosyVoice's, from CUDA graphs."""
+
+from __future__ import annotations
+
+import importlib
+
+from voxfuse.patches import _hift
+from voxfuse.patches.spec import StackPatches
+
+HIFT = "chatterbox.models.s3gen.hifigan"
+
+
+def _load() -> None:
+    importlib.import_module(HIFT)
+
+
+CHATTERBOX = StackPatches(
+    name="chatterbox",
+    distribution="chatterbox-tts",
+    modules=(HIFT,),
+    load=_load,
+    sources={
+        "0.1.7": {
+            f"{HIFT}:HiFTGenerator.decode": "7610abe14cb63169559af0a66242ad2f518c090635d3ef49d5a270bbd54319f7",
+            f"{HIFT}:HiFTGenerator._stft": "7222fb613611191b600b35a96262b9a2df51269288c76eb79a29ae9455bc5c1a",
+            f"{HIFT}:HiFTGenerator._istft": "8b9f442af11cb4081c256644bd91d49db3a773a13e6e1e87c3db2e16d330835b",
+            f"{HIFT}:ResBlock.forward": "e81554d4ad064a56e4d4a98110a890c226d7b31bde1d482df8bbc4e2d6e00fa7",
+            f"{HIFT}:Snake.forward": "d90fa41bf47f24f18cd4fc4c0af31b22b96fddee60c7de446cfeb0f2906d892d",
+        }
+    },
+    patches=_hift.patches(HIFT, HIFT),
+)
