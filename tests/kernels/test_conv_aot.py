@@ -57,13 +57,13 @@ CONFIGURATIONS = {  # kernel, signature, constants
     "snake": ("adain_channels_last:_adain_kernel", ADAIN, PLAIN | {"MAX_CHUNKS": MAX_CHUNKS, "Y_PHASES": 5}),
     "leaky relu": ("adain_channels_last:_adain_kernel", ADAIN, PLAIN | {"MAX_CHUNKS": MAX_CHUNKS, "alpha_ptr": None}),
     "snake between convolutions": (
-        "snake:_kernel",
+        "snake:_snake_kernel",
         SNAKE,
         SNAKE_BLOCK | {"raw_ptr": None, "residual_ptr": None, "X_PHASES": 5, "Y_PHASES": 1},
     ),
-    "sum and snake": ("snake:_kernel", SNAKE, SNAKE_BLOCK | {"X_PHASES": 1, "Y_PHASES": 3}),
+    "sum and snake": ("snake:_snake_kernel", SNAKE, SNAKE_BLOCK | {"X_PHASES": 1, "Y_PHASES": 3}),
     "sum of channels first": (
-        "snake:_kernel",
+        "snake:_snake_kernel",
         SNAKE,
         SNAKE_BLOCK
         | PLAIN

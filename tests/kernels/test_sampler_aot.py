@@ -15,7 +15,7 @@ def _request(target: str, kernel: str, size: str) -> Request:
     block = BLOCKS[size]
     if kernel == "sample":
         return Request(
-            kernel="voxfuse.kernels.sampler:_kernel",
+            kernel="voxfuse.kernels.sampler:_sampler_kernel",
             signature={"logits_ptr": "*fp32", "seen_ptr": "*u8", "noise_ptr": "*fp32", "token_ptr": "*i64"}
             | dict.fromkeys(("N", "K", "stride_lr"), "i32")
             | dict.fromkeys(("temperature", "below", "penalty"), "fp32"),
@@ -24,7 +24,7 @@ def _request(target: str, kernel: str, size: str) -> Request:
             target=target,
         )
     return Request(
-        kernel="voxfuse.kernels.ras_sampler:_kernel",
+        kernel="voxfuse.kernels.ras_sampler:_ras_sampler_kernel",
         signature={
             "scores_ptr": "*fp32",
             "recent_ptr": "*i64",

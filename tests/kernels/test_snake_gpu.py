@@ -52,10 +52,10 @@ def test_lengths_do_not_recompile():
         snake(to_phases(x, 3), *rest, None, frames, 3, 1, True, run=RUN)
 
     call(1000)
-    before = len(snake_file._kernel.device_caches[0][0])
+    before = len(snake_file._snake_kernel.device_caches[0][0])
     for frames in (*range(2, 40), 64, 4096, 9999, 48_001):
         call(frames)
-    assert len(snake_file._kernel.device_caches[0][0]) - before <= 2
+    assert len(snake_file._snake_kernel.device_caches[0][0]) - before <= 2
 
 
 def test_replays_follow_their_inputs_and_lengths():

@@ -31,7 +31,7 @@ MOST = 1_024  # of top_k and window
 
 
 @triton.jit
-def _kernel(
+def _ras_sampler_kernel(
     scores_ptr, recent_ptr, nucleus_ptr, whole_ptr, result_ptr,
     N, K, WINDOW, stride_sr,
     top_p, repeats,
@@ -145,7 +145,7 @@ def ras_sample(
         return result
     block = power_of_two(vocabulary)
     launch(
-        _kernel,
+        _ras_sampler_kernel,
         rows,
         (scores, recent, nucleus_noise, whole_noise, result),
         (vocabulary, nucleus_noise.shape[1], recent.shape[1], scores.stride(0)),

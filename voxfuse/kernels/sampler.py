@@ -45,7 +45,7 @@ def _ordered(x):
 
 
 @triton.jit
-def _kernel(
+def _sampler_kernel(
     logits_ptr, seen_ptr, noise_ptr, token_ptr,
     N, K, stride_lr,
     temperature, below, penalty,
@@ -169,7 +169,7 @@ def sample(
         return token
     block = power_of_two(vocabulary)
     launch(
-        _kernel,
+        _sampler_kernel,
         rows,
         (logits, None if seen is None else seen.view(torch.uint8), noise, token),
         (vocabulary, min(top_k, vocabulary), logits.stride(0)),

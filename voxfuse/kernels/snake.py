@@ -33,7 +33,7 @@ OPTIONS = (("num_warps", 4),)
 
 
 @triton.jit(do_not_specialize=["T", "PADDED", "x_per_phase", "y_per_phase"])
-def _kernel(
+def _snake_kernel(
     x_ptr, raw_ptr, y_ptr, bias_ptr, residual_ptr, alpha_ptr, lengths_ptr,
     C, T, PADDED, x_per_phase, y_per_phase, stride_xb, stride_xt, stride_xc, stride_rb, stride_rt, stride_rc,
     X_PHASES: tl.constexpr, Y_PHASES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -163,7 +163,7 @@ def snake(
     block_channels = min(power_of_two(channels), MAX_BLOCK_CHANNELS)
     block_frames = BLOCK_ELEMENTS // block_channels
     launch(
-        _kernel,
+        _snake_kernel,
         rows * triton.cdiv(padded, block_frames) * triton.cdiv(channels, block_channels),
         (x, raw if keep else None, y if alpha is not None else None, bias, residual, alpha, lengths),
         (
