@@ -24,14 +24,17 @@ from voxfuse.kernels._op import TALLIES, FusedOp, Run
 from voxfuse.kernels.adain import adain_act
 from voxfuse.kernels.adain_channels_last import adain_channels_last
 from voxfuse.kernels.gqa_decode import gqa_decode
-from voxfuse.kernels.istft import istft_polar
+from voxfuse.kernels.istft import istft_limited, istft_polar
 from voxfuse.kernels.mean_act import mean_act
 from voxfuse.kernels.moments import moments, residual_moments
 from voxfuse.kernels.qk_norm_rope import qk_norm_rope
 from voxfuse.kernels.qk_norm_rope_cached import qk_norm_rope_cached
+from voxfuse.kernels.ras_sampler import ras_sample
 from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
+from voxfuse.kernels.sampler import sample
 from voxfuse.kernels.sine_source import sine_source
-from voxfuse.kernels.stft import stft_polar
+from voxfuse.kernels.snake import snake
+from voxfuse.kernels.stft import stft_complex, stft_polar
 from voxfuse.kernels.swiglu import swiglu
 
 TOOLS = ("memcheck", "racecheck")
@@ -91,15 +94,19 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
             yield moments, (x, lengths, frames, phases)
             yield residual_moments, (x, bias, residual, lengths, frames, phases)
             yield adain_channels_last, (x, known, *affine, frames, phases, 6 - phases, 1e-5, 0.0)
+            yield snake, (x, bias, residual, alpha, lengths, frames, phases, 6 - phases, True)
         yield residual_moments, (normal(2, channels, frames).transpose(1, 2), None, None, lengths, frames, 1)
         yield mean_act, (*(normal(2, channels, frames) for _ in range(3)), lengths, 3.0, 0.1)
     window = torch.hann_window(20, device=device)
     for samples in (11, 240, 5003):
         lengths = torch.tensor([samples, max(11, samples // 2)], device=device)
         yield stft_polar, (normal(2, samples), window, lengths, 5)
+        yield stft_complex, (normal(2, samples), window, lengths, 5)
         frames = samples // 5 + 1
         ends = torch.tensor([frames, max(2, frames // 2)], device=device)
-        yield istft_polar, (normal(2, 11, frames), normal(2, 11, frames), window, ends, 5, "exp_sin")
+        spectrum = normal(2, 11, frames), normal(2, 11, frames), window, ends, 5
+        yield istft_polar, (*spectrum, "exp_sin")
+        yield istft_limited, (*spectrum, 100.0, 0.99)
     for frames in (1, 7, 40):
         samples = 300 * frames
         source = (100 + 50 * normal(2, samples)).abs(), torch.rand(2, 9, device=device), normal(2, samples, 9)
@@ -109,6 +116,11 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
         yield rms_norm, (x, weight, 1e-6, "cast_then_scale")
         yield add_rms_norm, (x, normal(3, width), weight, 1e-6, "cast_then_scale")
         yield swiglu, (x, normal(3, width))
+    for vocabulary in (7, 1000, 6561):
+        noise = torch.rand(2, vocabulary, device=device) + 1e-3
+        recent = torch.zeros(2, 10, dtype=torch.int64, device=device)
+        yield sample, (normal(2, vocabulary), normal(2, vocabulary) > 1, noise, 0.8, 5, 0.9, 1.1)
+        yield ras_sample, (normal(2, vocabulary).softmax(1), recent, noise[:, :25].contiguous(), noise, 0.8, 1.0, False)
     for heads, kv_heads, keys in ((14, 2, 65), (4, 4, 300)):
         ends = torch.tensor([keys, 3], device=device)
         kv = normal(2, kv_heads, keys, 64), normal(2, kv_heads, keys, 64)

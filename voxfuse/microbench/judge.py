@@ -37,7 +37,7 @@ class Contest:
     ``eager`` is the exact upstream chain, and on double inputs the oracle; ``baselines`` are further arms, or the
     reason why one is absent. ``ceilings`` holds ``copy_bytes_per_s`` (at this footprint), ``launch_floor_us`` and,
     where the call does ``flop`` operations that could bound it, ``flop_per_s`` of their precision. ``compared`` maps an
-    output to what is held against the oracle's.
+    output to what is held against the oracle's; its error may be ``times_eager`` the eager chain's.
     """
 
     fusion: Fusion
@@ -49,6 +49,7 @@ class Contest:
     ceilings: Mapping[str, float] = field(default_factory=dict)
     flop: int = 0
     compared: Callable[[torch.Tensor], torch.Tensor] | None = None
+    times_eager: float = NO_MORE_THAN_EAGER
 
     def seen(self, output: torch.Tensor) -> torch.Tensor:
         """An output as it is compared."""
@@ -66,11 +67,17 @@ def error_fp64(output: torch.Tensor, oracle: torch.Tensor) -> float:
     return float((output.double() - oracle).norm() / oracle.norm())
 
 
-def fidelity_fault(contract: Contract, output: torch.Tensor, eager: torch.Tensor, oracle: torch.Tensor) -> str | None:
+def fidelity_fault(
+    contract: Contract,
+    output: torch.Tensor,
+    eager: torch.Tensor,
+    oracle: torch.Tensor,
+    times_eager: float = NO_MORE_THAN_EAGER,
+) -> str | None:
     """How ``output`` breaks its contract against the eager output and the fp64 oracle, or None.
 
-    ``same-precision``: error at most max(1.25 × eager's, one unit in the last place of the output type). ``reduced``
-    declares its own bound in its tests; here it must only be finite, of the right shape and type.
+    ``same-precision``: error at most max(``times_eager`` × eager's, one unit in the last place of the output type).
+    ``reduced`` declares its own bound in its tests; here it must only be finite, of the right shape and type.
     """
     if output.shape != eager.shape or output.dtype != eager.dtype:
         return f"expected {tuple(eager.shape)} {eager.dtype}, got {tuple(output.shape)} {output.dtype}"
@@ -81,7 +88,7 @@ def fidelity_fault(contract: Contract, output: torch.Tensor, eager: torch.Tensor
         differing = int((output != eager).sum())
         return f"contract bitwise: {differing} of {output.numel()} elements differ from the eager chain"
     if contract == "same-precision":
-        error, limit = error_fp64(output, oracle), NO_MORE_THAN_EAGER * error_fp64(eager, oracle)
+        error, limit = error_fp64(output, oracle), times_eager * error_fp64(eager, oracle)
         limit = max(limit, torch.finfo(output.dtype).eps)
         if not error <= limit:
             return f"contract same-precision: relative RMS error {error:.3g} against fp64, at most {limit:.3g} allowed"
@@ -181,7 +188,7 @@ def _check(contest: Contest, outputs: Sequence[Any] = ()) -> tuple[float, str | 
                 output = contest.seen(outputs[index] if outputs else contest.voxfuse(*inputs))
         except Exception as error:  # any failure of the fused call is a verdict, not a crash of the judge
             return float("nan"), f"the fused call raised {_reason(error)}"
-        fault = fidelity_fault(contest.fusion.contract, output, eager, oracle)
+        fault = fidelity_fault(contest.fusion.contract, output, eager, oracle, contest.times_eager)
         if fault is not None:
             return float("nan") if output.shape != oracle.shape else error_fp64(output, oracle), fault
         worst = max(worst, error_fp64(output, oracle))
