@@ -2,27 +2,22 @@
 
 The functions take the block as upstream built it and touch none of its parameters: convolutions run through their own
 modules (weight-norm hooks included), and the style projections of a block are packed beside it into one matrix
-product. With ``lengths`` (valid frames of each row, on the device), as a captured graph gives them, a result depends on
-valid frames only, what it holds behind them means nothing, and convolutions run with folded weights (see ``folded``).
-Source: AdaINResBlock1.forward and AdainResBlk1d._residual in kokoro/istftnet.py.
+product. Source: AdaINResBlock1.forward and AdainResBlk1d._residual in kokoro/istftnet.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from voxfuse.fusions.folded import convolve as convolve_folded
-from voxfuse.fusions.folded import output_lengths
 from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
 from voxfuse.kernels.adain import adain_act
-from voxfuse.kernels.mean_act import mean_act
 from voxfuse.records import Fusion, FusionPattern
 
 ADAIN_SNAKE = Fusion(
@@ -77,42 +72,27 @@ def styles(block: nn.Module, norms: Sequence[Any], style: torch.Tensor) -> tuple
     return F.linear(style, weight, bias).split([fc.out_features for fc in projections], dim=1)
 
 
-def adain_snake_resblock(
-    block: Any, x: torch.Tensor, style: torch.Tensor, run: Run, lengths: torch.Tensor | None = None
-) -> torch.Tensor:
+def adain_snake_resblock(block: Any, x: torch.Tensor, style: torch.Tensor, run: Run) -> torch.Tensor:
     """AdaINResBlock1: three times x + conv2(snake(adain2(conv1(snake(adain1(x)))))); x [rows, channels, frames]."""
     norms = [norm for pair in zip(block.adain1, block.adain2, strict=True) for norm in pair]
     projected = iter(styles(block, norms, style))
-    act = functools.partial(_adain, slope=0.0, run=run, lengths=lengths)
-    convolve = _convolution(lengths)
+    act = functools.partial(_adain, slope=0.0, run=run)
     stages = zip(block.convs1, block.convs2, block.adain1, block.adain2, block.alpha1, block.alpha2, strict=True)
     for conv1, conv2, adain1, adain2, alpha1, alpha2 in stages:
         style1, style2 = next(projected), next(projected)
         # No intermediate has a name: each must be freed before the next convolution, or the peak memory rises.
-        x = convolve(conv2, act(adain2, convolve(conv1, act(adain1, x, style1, alpha1)), style2, alpha2)) + x
+        x = conv2(act(adain2, conv1(act(adain1, x, style1, alpha1)), style2, alpha2)) + x
     return x
 
 
-def adain_leaky_relu_residual(
-    block: Any, x: torch.Tensor, style: torch.Tensor, run: Run, lengths: torch.Tensor | None = None
-) -> torch.Tensor:
+def adain_leaky_relu_residual(block: Any, x: torch.Tensor, style: torch.Tensor, run: Run) -> torch.Tensor:
     """AdainResBlk1d._residual: conv2(act(adain2(conv1(pool(act(adain1(x))))))); x [rows, channels, frames]."""
     slope = block.actv.negative_slope
     style1, style2 = styles(block, [block.norm1, block.norm2], style)
-    convolve = _convolution(lengths)
-    x = _adain(block.norm1, x, style1, None, slope, run, lengths)
-    if type(block.pool) is not nn.Identity:
-        x = convolve(block.pool, x)
-        if lengths is not None:
-            lengths = output_lengths(block.pool, lengths)
-            x = mean_act(x, None, None, lengths, 1.0, 1.0, run=run)  # its bias lies behind the end
-    x = convolve(block.conv1, block.dropout(x))
-    x = _adain(block.norm2, x, style2, None, slope, run, lengths)
-    return convolve(block.conv2, block.dropout(x))
-
-
-def _convolution(lengths: torch.Tensor | None) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    return convolve_folded if lengths is not None else lambda module, x: module(x)
+    x = block.pool(_adain(block.norm1, x, style1, None, slope, run))
+    x = block.conv1(block.dropout(x))
+    x = _adain(block.norm2, x, style2, None, slope, run)
+    return block.conv2(block.dropout(x))
 
 
 def _adain(
@@ -122,7 +102,6 @@ def _adain(
     alpha: torch.Tensor | None,
     slope: float,
     run: Run,
-    lengths: torch.Tensor | None,
 ) -> torch.Tensor:
     norm = module.norm
-    return adain_act(x, style, norm.weight, norm.bias, alpha, lengths, norm.eps, slope, run=run)
+    return adain_act(x, style, norm.weight, norm.bias, alpha, None, norm.eps, slope, run=run)
