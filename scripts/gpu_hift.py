@@ -1,16 +1,20 @@
-"""Wall and GPU-busy time of HiFT (CosyVoice2, Chatterbox) at the released shapes with random weights, on a GPU:
+"""Wall and GPU-busy time of HiFT (CosyVoice2, CosyVoice3, Chatterbox) at the released shapes with random weights, on a
+GPU:
 
-    PYTHONPATH=SITE:. python scripts/gpu_hift.py [--out FILE] [--stack cosyvoice2] [--compile]
+    PYTHONPATH=SITE:. python scripts/gpu_hift.py [--out FILE] [--stack cosyvoice3] [--compile]
 
-SITE holds ``cosyvoice-minicpmo`` and ``chatterbox-tts``, installed with --no-deps. Prints one JSON object a line, for
-each (rows, mel frames; 50 frames a second): ms of ``decode`` and of ``inference``, untouched, with fused blocks alone,
-and from a graph; kernels launched and GPU-busy ms; and, once a stack, a batch of 16 rows of mixed lengths (1 to 12 s)
-against the same audio in 16 equal rows.
+SITE holds ``cosyvoice-minicpmo`` and ``chatterbox-tts``, installed with --no-deps; CosyVoice3 is a checkout named by
+COSYVOICE_HOME, or our reference. Prints one JSON object a line, for each (rows, mel frames; 50 frames a second): ms of
+``decode`` and of ``inference``, untouched, with fused blocks and source alone, and from graphs; kernels launched and
+GPU-busy ms; the error of ``decode`` against fp64; of CosyVoice3 a hop of a stream (``finalize=False``); and, once a
+stack, a batch of 16 rows of mixed lengths (1 to 12 s), whole and in groups, against the same audio in 16 equal rows.
+``--device cpu --width 32`` is a dry run.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -29,13 +33,23 @@ import hift_classes  # noqa: E402 - the checkout need not be installed
 
 import voxfuse  # noqa: E402
 from voxfuse.fusions.graph_runner import capturing  # noqa: E402
+from voxfuse.fusions.grouping import by_padding, decode_rows  # noqa: E402
 from voxfuse.fusions.hift_graph import Runners  # noqa: E402
 from voxfuse.kernels._op import Run  # noqa: E402
 
 SHAPES = ((1, 100), (1, 500), (8, 500), (16, 500))
-ARMS = {"blocks": ["snake_conv_block"], "graph": ["hift_graph"]}
+ARMS = {
+    "blocks": ["snake_conv_block", "sine_source"],
+    "graph": ["hift_graph", "hift_source_graph"],
+}
 MIXED_S = (1, 2, 2, 3, 3, 4, 4, 5, 6, 6, 7, 8, 9, 10, 11, 12)
 WARM_UPS, REPEATS = 5, 20
+device = torch.device("cuda")
+
+
+def synchronize() -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def wall_ms(call: Callable[[], Any]) -> float:
@@ -44,7 +58,7 @@ def wall_ms(call: Callable[[], Any]) -> float:
     for index in range(WARM_UPS + REPEATS):
         begin = time.perf_counter()
         call()
-        torch.cuda.synchronize()
+        synchronize()
         if index >= WARM_UPS:
             walls.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(walls)
@@ -54,7 +68,7 @@ def busy(call: Callable[[], Any]) -> dict[str, float]:
     """Device activities of one call, and the union of their intervals in ms."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         call()
-        torch.cuda.synchronize()
+        synchronize()
     events = sorted(
         (event.time_range.start, event.time_range.end)
         for event in found.events()
@@ -70,9 +84,13 @@ def busy(call: Callable[[], Any]) -> dict[str, float]:
 def inputs(rows: int, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
     """mel [rows, 80, frames] and source [rows, 1, samples]."""
     torch.manual_seed(1)
-    turns = torch.arange(frames * 480, device="cuda") * 0.04
-    noise = 0.02 * torch.randn(rows, 1, frames * 480, device="cuda")
-    return torch.randn(rows, 80, frames, device="cuda"), 0.1 * torch.sin(turns) + noise
+    turns = torch.arange(frames * 480, device=device) * 0.04
+    noise = 0.02 * torch.randn(rows, 1, frames * 480, device=device)
+    return torch.randn(rows, 80, frames, device=device), 0.1 * torch.sin(turns) + noise
+
+
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((value.double() - exact).norm() / exact.norm())
 
 
 def snr_db(value: torch.Tensor, baseline: torch.Tensor) -> float:
@@ -81,26 +99,54 @@ def snr_db(value: torch.Tensor, baseline: torch.Tensor) -> float:
     return float(10 * torch.log10(baseline.double().square().sum() / noise))
 
 
-def measured(hift: Any, mel: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:
+def exact_decode(hift: Any, mel: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """``decode`` of the first row in fp64."""
+    apart = {id(hift.f0_predictor): torch.nn.Identity(), id(hift.m_source): torch.nn.Identity()}
+    double = copy.deepcopy(hift, apart).double()
+    double.stft_window = double.stft_window.double()
+    return double.decode(x=mel[:1].double(), s=source[:1].double())
+
+
+def measured(hift: Any, mel: torch.Tensor, source: torch.Tensor, exact: torch.Tensor) -> dict[str, Any]:
     """decode and inference as they are now."""
-    return {
+    result = {
         "decode_ms": wall_ms(lambda: hift.decode(mel, source)),
         "inference_ms": wall_ms(lambda: hift.inference(mel)),
+        "error_fp64": relative_error(hift.decode(mel, source)[:1], exact),
         **busy(lambda: hift.decode(mel, source)),
+        "inference": busy(lambda: hift.inference(mel)),
     }
+    if hasattr(hift, "conv_pre_look_right"):
+        result["hop_ms"] = wall_ms(lambda: hift.inference(mel, finalize=False))
+    return result
+
+
+def warm(hift: Any, mel: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Capture what ``measured`` calls."""
+    with capturing():
+        audio = hift.decode(mel, source)
+        hift.inference(mel)
+        if hasattr(hift, "conv_pre_look_right"):
+            hift.inference(mel, finalize=False)
+    return audio
 
 
 def shape(stack: str, hift: Any, rows: int, frames: int, compiled: bool) -> dict[str, Any]:
     """All arms at one shape."""
     mel, source = inputs(rows, frames)
-    baseline = hift.decode(mel, source)
-    result: dict[str, Any] = {"stack": stack, "rows": rows, "frames": frames, "eager": measured(hift, mel, source)}
+    baseline, exact = hift.decode(mel, source), exact_decode(hift, mel, source)
+    eager = measured(hift, mel, source, exact)
+    result: dict[str, Any] = {"stack": stack, "rows": rows, "frames": frames, "eager": eager}
+    backend = "triton" if device.type == "cuda" else "reference"
     for arm, fusions in ARMS.items():
-        with voxfuse.apply_patches(stack, include=fusions, policy="all") as patches:
-            with capturing():
-                audio = hift.decode(mel, source)
-            result[arm] = measured(hift, mel, source) | {"snr_db": snr_db(audio, baseline)}
-            result[arm]["fallbacks"] = {r.fusion: dict(r.fallbacks) for r in patches.receipts if r.fallbacks}
+        if arm == "graph" and device.type != "cuda":
+            continue
+        with voxfuse.apply_patches(stack, include=fusions, policy="all", backend=backend) as patches:
+            audio = warm(hift, mel, source)
+            before = {r.fusion: sum(r.fallbacks.values()) for r in patches.receipts}
+            result[arm] = measured(hift, mel, source, exact) | {"snr_db": snr_db(audio, baseline)}
+            late = [r for r in patches.receipts if sum(r.fallbacks.values()) > before[r.fusion]]
+            result[arm]["fallbacks"] = {r.fusion: dict(r.fallbacks) for r in late}
     if compiled:
         for mode in ("default", "reduce-overhead"):
             torch.compiler.reset()
@@ -113,36 +159,53 @@ def shape(stack: str, hift: Any, rows: int, frames: int, compiled: bool) -> dict
 
 
 def mixed(stack: str, hift: Any) -> dict[str, Any]:
-    """16 rows of 1 to 12 s in one call against the same audio in 16 equal rows, both from graphs."""
+    """16 rows of 1 to 12 s in one call, and in groups, against the same audio in 16 equal rows, all from graphs."""
+    if device.type != "cuda":
+        return {"stack": stack, "mixed": "needs a GPU"}
     graphs = Runners(Run("triton", "mixed"), "first_use")
     frames = [50 * seconds for seconds in MIXED_S]
     mel, source = inputs(len(frames), max(frames))
     even = inputs(len(frames), sum(frames) // len(frames))
+    mels = [mel[row, :, :length].contiguous() for row, length in enumerate(frames)]
+    sources = [source[row, :, : 480 * length].contiguous() for row, length in enumerate(frames)]
     assert not isinstance(graphs.decode(hift, mel, source, lengths=frames), str)
     assert not isinstance(graphs.decode(hift, *even), str)
+    together = decode_rows(graphs, hift, mels, sources)
+    alone = [hift.decode(mel[None], source[None])[0] for mel, source in zip(mels, sources, strict=True)]
     return {
         "stack": stack,
         "mixed_ms": wall_ms(lambda: graphs.decode(hift, mel, source, lengths=frames)),
+        "grouped_ms": wall_ms(lambda: decode_rows(graphs, hift, mels, sources)),
+        "groups": [len(group) for group in by_padding(frames)],
         "equal_ms": wall_ms(lambda: graphs.decode(hift, *even)),
+        "snr_db_worst": min(snr_db(*pair) for pair in zip(together, alone, strict=True)),
     }
 
 
 @torch.inference_mode()
 def main() -> None:
     """Measure and print."""
+    global device, WARM_UPS, REPEATS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--stack", choices=[*hift_classes.MODULES], action="append")
     parser.add_argument("--compile", action="store_true", help="torch.compile too: minutes")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--width", type=int, default=512, help="channels: 512 as released")
     options = parser.parse_args()
+    device = torch.device(options.device)
+    shapes = SHAPES
+    if device.type == "cpu":
+        shapes, WARM_UPS, REPEATS = ((1, 12), (2, 20)), 0, 1
     for stack in options.stack or hift_classes.MODULES:
         if hift_classes.importable(stack) is None:
             print(json.dumps({"stack": stack, "absent": "its distribution is not installed"}), flush=True)
             continue
         with torch.inference_mode(False):
             torch.manual_seed(0)
-            hift = hift_classes.generator(stack, **hift_classes.RELEASED, in_channels=80, base_channels=512).cuda()
-        results = [lambda r=r, t=t: shape(stack, hift, r, t, options.compile) for r, t in SHAPES]  # noqa: B023
+            settings = hift_classes.RELEASED | {"in_channels": 80, "base_channels": options.width, "nb_harmonics": 8}
+            hift = hift_classes.generator(stack, **settings, cond_channels=options.width).to(device)
+        results = [lambda r=r, t=t: shape(stack, hift, r, t, options.compile) for r, t in shapes]  # noqa: B023
         for call in (*results, lambda: mixed(stack, hift)):  # noqa: B023
             line = json.dumps(call())
             print(line, flush=True)

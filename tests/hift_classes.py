@@ -67,13 +67,13 @@ def upstream(stack):
     return module
 
 
-def generator(stack, **settings):
+def generator(stack, cond_channels=16, **settings):
     """A HiFTGenerator with random parameters where upstream's initial ones hide a mistake: alphas and biases."""
     module = upstream(stack)
     causal = "Causal" if stack == "cosyvoice3" else ""
     settings = SMALL | ({"nb_harmonics": 8} if causal else {}) | settings  # its random phases are of nine
     predictor = vars(sys.modules[PREDICTORS[stack]])[f"{causal}ConvRNNF0Predictor"](
-        in_channels=settings.get("in_channels", 80), cond_channels=16
+        in_channels=settings.get("in_channels", 80), cond_channels=cond_channels
     )
     hift = vars(module)[f"{causal}HiFTGenerator"](**settings, f0_predictor=predictor)
     with torch.no_grad():

@@ -149,20 +149,20 @@ def test_the_gate_judges_fidelity_and_says_why_not_the_words(loaded, tmp_path):
     assert {"snake_conv_block"} <= set(verdict.fusions)
 
 
-def outcome(base_db, patched_db):
+def outcome(base_db, patched_db, device="cuda"):
     def arm(value):
         return ArmUtterance(audio_sha256="x", audio_s=1.0, oracle_snr_db=value)
 
-    (guard,) = judge.oracle(
-        [Utterance(id="a", seed=0, reference_words=1, baseline=arm(base_db), patched=arm(patched_db))]
-    )
+    utterance = Utterance(id="a", seed=0, reference_words=1, baseline=arm(base_db), patched=arm(patched_db))
+    (guard,) = judge.oracle([utterance], device)
     return guard.outcome
 
 
 def test_the_oracle_guard_refuses_what_is_less_precise():
     assert outcome(100.0, 99.0) == outcome(100.0, 130.0) == outcome(150.0, 140.0) == "pass"
     assert outcome(100.0, 97.9) == outcome(120.0, 60.0) == "fail"
-    assert judge.oracle([]) == []
+    assert outcome(100.0, 96.0, "cpu") == "pass" and outcome(100.0, 87.0, "cpu") == "fail"
+    assert judge.oracle([], "cuda") == []
 
 
 def test_another_length_than_the_oracles_is_a_failure(loaded, tmp_path):

@@ -33,7 +33,9 @@ def stack(request):
 @pytest.fixture(scope="module")
 def hift(stack):
     torch.manual_seed(0)
-    return hift_classes.generator(stack, **hift_classes.RELEASED, in_channels=80, base_channels=512).cuda()
+    return hift_classes.generator(
+        stack, **hift_classes.RELEASED, in_channels=80, base_channels=512, nb_harmonics=8
+    ).cuda()
 
 
 @pytest.fixture
@@ -130,7 +132,7 @@ def test_inference_by_class_with_a_cached_source_and_new_weights(hift, stack, ex
     def infer():
         torch.manual_seed(3)
         torch.cuda.manual_seed(3)
-        return hift.inference(mel, cache)
+        return hift.inference(mel) if stack == "cosyvoice3" else hift.inference(mel, cache)
 
     expected, source = infer()
     fusions = ["hift_graph", "snake_conv_block"]
@@ -163,6 +165,50 @@ def test_a_length_without_a_graph_runs_upstreams_decode_with_fused_blocks(hift, 
         (reason,) = receipts["hift_graph"].fallbacks
         assert "no graph of 1 rows" in reason
     assert torch.equal(hift.decode(*given), expected)
+
+
+def test_f0_and_source_replayed_are_upstreams(hift, stack, exact_fp32):
+    """Same random numbers, on both devices; what differs is upstream's own drift of the phase."""
+
+    def infer(frames):
+        torch.manual_seed(3)
+        torch.cuda.manual_seed(3)
+        result = hift.inference(inputs(frames)[0])
+        return *result, torch.get_rng_state(), torch.cuda.get_rng_state()
+
+    lengths = (60, 1, 17, 100)
+    torch.manual_seed(9)
+    expected = {frames: infer(frames) for frames in lengths}
+    with voxfuse.apply_patches(stack, include=["hift_graph", "hift_source_graph"], policy="all") as patches:
+        with capturing():
+            for frames in lengths:
+                infer(frames)
+        for frames in lengths:
+            audio, source, *states = infer(frames)
+            theirs, heard, *their_states = expected[frames]
+            assert all(torch.equal(*pair) for pair in zip(states, their_states, strict=True)), "other random numbers"
+            assert source.shape == heard.shape and audio.shape == theirs.shape
+            assert relative_rms(source, heard) < (1e-4 if stack == "cosyvoice3" else 0.05)
+        receipts = {receipt.fusion: receipt for receipt in patches.receipts if receipt.status == "applied"}
+        assert receipts["hift_source_graph"].calls >= 2 * len(lengths)
+        assert not receipts["hift_source_graph"].fallbacks and not receipts["hift_graph"].fallbacks
+
+
+def test_a_stream_of_hops(hift, stack, exact_fp32):
+    """CosyVoice3: the whole mel so far at each hop; one graph serves what goes on and what ends."""
+    if stack != "cosyvoice3":
+        pytest.skip("not causal")
+    mel = torch.randn(1, 80, 90, device="cuda")
+    hops = [(end, end == 90) for end in (33, 58, 90)]
+    expected = [hift.inference(mel[:, :, :end], finalize=finalize)[0] for end, finalize in hops]
+    with voxfuse.apply_patches(stack, include=["hift_graph", "hift_source_graph"], policy="all") as patches:
+        with capturing():
+            for end, finalize in hops:
+                hift.inference(mel[:, :, :end], finalize=finalize)
+        for (end, finalize), theirs in zip(hops, expected, strict=True):
+            audio, _ = hift.inference(mel[:, :, :end], finalize=finalize)
+            assert audio.shape == theirs.shape and relative_rms(audio, theirs) < CLOSE
+        assert not any(receipt.fallbacks for receipt in patches.receipts if receipt.status == "applied")
 
 
 def test_two_threads_on_streams_of_their_own(hift, stack):

@@ -43,7 +43,7 @@ def score(run: RunDirectory, asr: Transcriber, notify: Notify) -> GateVerdict:
 
     guards = [judge.completeness(len(utterances), len(expected), stopped)]
     guards += judge.fidelity(utterances, protocol.fidelity)
-    guards += judge.oracle(utterances)
+    guards += judge.oracle(utterances, run.header.device)
     transcribed = not (stopped or silent)
     guards.append(judge.rows_valid(utterances, transcribed))
     guards += judge.new_faults(utterances, protocol.rows, transcribed)
