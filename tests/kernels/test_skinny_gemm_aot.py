@@ -31,7 +31,7 @@ VARIANTS = {  # element, rows, inputs, pointers that are None
     "fp32 down, 16 rows": ("fp32", 16, 4864, ("up_ptr", "bias_ptr", "up_bias_ptr", "norm_ptr")),
 }
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MMA, COPY, FMA = r"mma\.sync", r"cp\.async\.c[ag]", r"fma\.rn\.f32"
+MMA, COPY, FMA, AHEAD = r"mma\.sync", r"cp\.async\.c[ag]", r"fma\.rn\.f32", r"prefetch\.global\.L2"
 
 
 def _request(target: str, variant: str) -> Request:
@@ -42,7 +42,7 @@ def _request(target: str, variant: str) -> Request:
     constants, options = blocks(table, rows, TYPES[element].itemsize)
     cuda = target.startswith("sm_")
     return Request(
-        kernel="voxfuse.kernels.skinny_gemm:_skinny_gemm_kernel",
+        kernel="voxfuse.kernels._skinny_gemm:_skinny_gemm_kernel",
         signature=dict.fromkeys(POINTERS, f"*{element}") | dict.fromkeys(INTEGERS, "i32") | {"eps": "fp32"},
         constants={
             "K": inputs, "ORDER": "cast_then_scale", "TARGET": "cuda" if cuda else "hip", "stride_rn": 1,
@@ -53,7 +53,7 @@ def _request(target: str, variant: str) -> Request:
         target=target,
         options={name: value for name, value in options if name != "num_warps"}
         | ({} if cuda else {"enable_fp_fusion": False}),
-        patterns=(MMA, COPY, FMA),
+        patterns=(MMA, COPY, FMA, AHEAD),
         aligned=(*(name for name in POINTERS if name not in absent), *ALIGNED),
     )  # fmt: skip
 
@@ -79,6 +79,7 @@ def test_half_types_run_on_tensor_cores_and_fp32_does_not(key, compiled):
     counts = compiled[key].counts
     assert (counts[MMA] > 0) == (VARIANTS[key[1]][0] != "fp32")
     assert counts[COPY] > 0, "weights are not copied ahead"
+    assert (counts[AHEAD] > 0) == ("norm_ptr" not in VARIANTS[key[1]][3])
     if VARIANTS[key[1]][0] == "fp32":
         assert counts[FMA] >= 32
 

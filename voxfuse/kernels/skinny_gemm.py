@@ -17,130 +17,28 @@ Source: the projections of Qwen2Attention, Qwen2MLP and their copies in transfor
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from voxfuse.kernels import rmsnorm
 from voxfuse.kernels._launch import launch
-from voxfuse.kernels._math import exponential
 from voxfuse.kernels._op import fused_op
-from voxfuse.kernels._rounding import add_rn, mul_rn, narrowed, target
+from voxfuse.kernels._rounding import target
 from voxfuse.kernels._rows import leading, power_of_two
-from voxfuse.kernels._triton import tl, triton
+from voxfuse.kernels._skinny_gemm import _skinny_gemm_kernel
 from voxfuse.kernels._tuned import BLOCK_OPTIONS, Options, options
-from voxfuse.kernels.rmsnorm import FLOAT_TYPES, scaled
+from voxfuse.kernels.rmsnorm import FLOAT_TYPES
 
 OPERATION = "skinny_gemm"
 MAX_ROWS = 16
 CLASSES = (512, 1024, 2048, 4096, 8192)  # of K
 LANES, VECTOR_BYTES = 32, 16  # of a warp, and of a thread's load
 HOST_PROCESSORS = 4  # in the interpreter
-
-
-@triton.jit
-def _product(x, w, sums, TARGET: tl.constexpr):
-    """sums + x · wᵀ of each slice; the interpreter has no product of half types, and takes fp64."""
-    w = tl.trans(w, 0, 2, 1)
-    if TARGET == "interpreter":
-        return sums + tl.dot(x.to(tl.float64), w.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
-    return tl.dot(x, w, sums, input_precision="ieee")
-
-
-@triton.jit
-def _row_sums(values, SLICES: tl.constexpr):
-    """Sum of [SLICES, M, BLOCK_K] over slices and k, pairwise over the slices whatever the layout: [M]."""
-    sums = tl.trans(tl.sum(values, axis=2))  # [M, SLICES]
-    for _ in tl.static_range(SLICES.bit_length() - 1):
-        low, high = tl.split(sums.reshape(sums.shape[0], sums.shape[1] // 2, 2))
-        sums = low + high
-    return sums.reshape(sums.shape[0])
-
-
-@triton.jit
-def _normed(x, weight_ptr, k, K: tl.constexpr, rstd, ORDER: tl.constexpr, TARGET: tl.constexpr):
-    """The norm of a block [SLICES, M, BLOCK_K] of x, in its type."""
-    wide = x.to(tl.float32)
-    weight = tl.load(weight_ptr + k, mask=k < K, other=0.0).to(tl.float32) + tl.zeros_like(wide)
-    return narrowed(scaled(wide, weight, rstd[None, :, None], x, ORDER, TARGET), x, TARGET)
-
-
-@triton.jit
-def _tile_sums(
-    x, x_ptr, weight_ptr, norm_ptr, rows, real, k, n, rstd, N, stride_wn,
-    K: tl.constexpr, ORDER: tl.constexpr, TARGET: tl.constexpr,
-    SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """norm(x) · weightᵀ for the outputs n, [BLOCK_M, BLOCK_N]; x is the normed block where it holds all of K."""
-    sums = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
-    weight_ptr += n.to(tl.int64)[None, :, None] * stride_wn
-    if SLICES * BLOCK_K >= K:
-        w = tl.load(weight_ptr + k, mask=(n[None, :, None] < N) & (k < K), other=0.0)  # [SLICES, BLOCK_N, BLOCK_K]
-        sums = _product(x, w, sums, TARGET)
-    else:
-        for start in range(0, K, SLICES * BLOCK_K):
-            w = tl.load(weight_ptr + start + k, mask=(n[None, :, None] < N) & (start + k < K), other=0.0)
-            x = tl.load(x_ptr + rows + start + k, mask=real & (start + k < K), other=0.0)
-            if norm_ptr is not None:
-                x = _normed(x, norm_ptr, start + k, K, rstd, ORDER, TARGET)
-            sums = _product(x, w, sums, TARGET)
-    return tl.sum(sums, axis=0)
-
-
-@triton.jit
-def _with_bias(sums, bias_ptr, n, N, like, TARGET: tl.constexpr):
-    """The sums with their bias, rounded to the type."""
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    return narrowed(sums, like, TARGET)
-
-
-@triton.jit
-def _skinny_gemm_kernel(
-    x_ptr, weight_ptr, up_ptr, y_ptr, bias_ptr, up_bias_ptr, residual_ptr, norm_ptr,
-    M, N, PROGRAMS, INNER_X, stride_xa, stride_xb, stride_wn, stride_un, INNER_R, stride_ra, stride_rb, stride_rn,
-    eps,
-    K: tl.constexpr, ORDER: tl.constexpr, TARGET: tl.constexpr,
-    SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program takes every PROGRAMS-th block of BLOCK_N outputs for all rows; each slice of K is a warp's."""
-    m = tl.arange(0, BLOCK_M)
-    rows = ((m // INNER_X).to(tl.int64) * stride_xa + (m % INNER_X) * stride_xb)[None, :, None]
-    real = (m < M)[None, :, None]
-    k = (tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :])[:, None, :]
-    x = tl.load(x_ptr + rows + k, mask=real & (k < K), other=0.0)  # [SLICES, BLOCK_M, BLOCK_K]
-    rstd = tl.zeros([BLOCK_M], tl.float32)
-    if norm_ptr is not None:
-        wide = x.to(tl.float32)
-        squares = wide * wide
-        for start in range(SLICES * BLOCK_K, K, SLICES * BLOCK_K):
-            wide = tl.load(x_ptr + rows + start + k, mask=real & (start + k < K), other=0.0).to(tl.float32)
-            squares += wide * wide
-        total = _row_sums(squares, SLICES)
-        rstd = tl.rsqrt(tl.div_rn(total, tl.full([BLOCK_M], K, tl.float32)) + eps)
-        x = _normed(x, norm_ptr, k, K, rstd, ORDER, TARGET)
-    like = tl.zeros([1, 1], y_ptr.dtype.element_ty)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_N), PROGRAMS, num_stages=STAGES):
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        sums = _tile_sums(
-            x, x_ptr, weight_ptr, norm_ptr, rows, real, k, n, rstd, N, stride_wn,
-            K, ORDER, TARGET, SLICES, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        y = _with_bias(sums, bias_ptr, n, N, like, TARGET)
-        if up_ptr is not None:
-            sums = _tile_sums(
-                x, x_ptr, up_ptr, norm_ptr, rows, real, k, n, rstd, N, stride_un,
-                K, ORDER, TARGET, SLICES, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            gate, up = y.to(tl.float32), _with_bias(sums, up_bias_ptr, n, N, like, TARGET).to(tl.float32)
-            silu = narrowed(tl.div_rn(gate, 1.0 + exponential(-gate)), like, TARGET).to(tl.float32)
-            y = narrowed(mul_rn(silu, up, TARGET), like, TARGET)
-        mask = (m[:, None] < M) & (n[None, :] < N)
-        if residual_ptr is not None:
-            where = (m // INNER_R).to(tl.int64) * stride_ra + (m % INNER_R) * stride_rb
-            residual = tl.load(residual_ptr + where[:, None] + n[None, :] * stride_rn, mask=mask, other=0.0)
-            y = narrowed(add_rn(residual.to(tl.float32), y.to(tl.float32), TARGET), like, TARGET)
-        tl.store(y_ptr + m[:, None] * N + n[None, :], y, mask=mask)
+# Up to how many rows the kernel with its neighbours was faster than cuBLAS with theirs, by (kind and type, N, K);
+# lines as scripts/gpu_gemm.py prints them. Nothing is measured yet, so cuBLAS runs everywhere.
+MOST_ROWS: dict[tuple[str, int, int], int] = {}
 
 
 def unsupported(
@@ -224,10 +122,20 @@ def swiglu_reference(
     return F.silu(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
 
 
+def kind(gated: bool, dtype: torch.dtype) -> str:
+    """ "linear half", "gated fp32" and so on: one product or two, and the width of the type."""
+    return f"{'gated' if gated else 'linear'} {'fp32' if dtype == torch.float32 else 'half'}"
+
+
+def fastest(rows: int, weight: torch.Tensor, gated: bool = False) -> Literal["skinny", "cublas"]:
+    """What to run a projection of so many rows with, as measured."""
+    outputs, inputs = weight.shape
+    return "skinny" if rows <= MOST_ROWS.get((kind(gated, weight.dtype), outputs, inputs), 0) else "cublas"
+
+
 def shape_class(gated: bool, dtype: torch.dtype, inputs: int) -> str:
     """By what the table knows launch options: never by the number of rows, on which no bit may depend."""
-    size = next((size for size in CLASSES if inputs <= size), CLASSES[-1])
-    return f"{'gated' if gated else 'linear'} {'fp32' if dtype == torch.float32 else 'half'} {size}"
+    return f"{kind(gated, dtype)} {next((size for size in CLASSES if inputs <= size), CLASSES[-1])}"
 
 
 @functools.cache
