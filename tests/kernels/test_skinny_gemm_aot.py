@@ -42,7 +42,7 @@ def _request(target: str, variant: str) -> Request:
     constants, options = blocks(table, rows, TYPES[element].itemsize)
     cuda = target.startswith("sm_")
     return Request(
-        kernel="voxfuse.kernels._skinny_gemm:_skinny_gemm_kernel",
+        kernel="voxfuse.kernels.skinny_gemm:_skinny_gemm_kernel",
         signature=dict.fromkeys(POINTERS, f"*{element}") | dict.fromkeys(INTEGERS, "i32") | {"eps": "fp32"},
         constants={
             "K": inputs, "ORDER": "cast_then_scale", "TARGET": "cuda" if cuda else "hip", "stride_rn": 1,

@@ -18,7 +18,20 @@ from voxfuse.kernels._packs import pack
 from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
 from voxfuse.kernels.skinny_gemm import fastest, skinny_linear, skinny_swiglu
 from voxfuse.kernels.swiglu import swiglu
+from voxfuse.records import Fusion, FusionPattern
 
+SKINNY_GEMM = Fusion(
+    name="skinny_gemm",
+    stacks=("transformers",),
+    operations=("RMSNorm", "linear", "silu, mul", "residual addition"),
+    contract="same-precision",
+    envelope="fp32, fp16 or bf16, 1 to 16 rows; inside decode_step, at the shapes that were measured; inference only",
+    kernels=("skinny_gemm",),
+    patterns=tuple(
+        FusionPattern(operations=("linear",), modules=(f"{model}DecoderLayer",))
+        for model in ("Llama", "Qwen2", "Qwen3")
+    ),
+)
 ORDER = "cast_then_scale"
 
 

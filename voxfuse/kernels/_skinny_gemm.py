@@ -1,9 +1,8 @@
-"""The kernel of ``skinny_gemm``: a weight read once for up to 16 rows, the warps of a program sharing K out."""
+"""The parts of ``skinny_gemm``'s kernel: products whose K the warps of a program share out, norm, bias, prefetch."""
 
 from __future__ import annotations
 
-from voxfuse.kernels._math import exponential
-from voxfuse.kernels._rounding import add_rn, mul_rn, narrowed
+from voxfuse.kernels._rounding import narrowed
 from voxfuse.kernels._triton import tl, triton
 from voxfuse.kernels.rmsnorm import scaled
 
@@ -18,7 +17,7 @@ def _product(x, w, sums, TARGET: tl.constexpr):
 
 
 @triton.jit
-def _row_sums(values, SLICES: tl.constexpr):
+def row_sums(values, SLICES: tl.constexpr):
     """Sum of [SLICES, M, BLOCK_K] over slices and k, pairwise over the slices whatever the layout: [M]."""
     sums = tl.trans(tl.sum(values, axis=2))  # [M, SLICES]
     for _ in tl.static_range(SLICES.bit_length() - 1):
@@ -28,7 +27,7 @@ def _row_sums(values, SLICES: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, weight_ptr, k, K: tl.constexpr, rstd, ORDER: tl.constexpr, TARGET: tl.constexpr):
+def normed(x, weight_ptr, k, K: tl.constexpr, rstd, ORDER: tl.constexpr, TARGET: tl.constexpr):
     """The norm of a block [SLICES, M, BLOCK_K] of x, in its type."""
     wide = x.to(tl.float32)
     weight = tl.load(weight_ptr + k, mask=k < K, other=0.0).to(tl.float32) + tl.zeros_like(wide)
@@ -36,7 +35,7 @@ def _normed(x, weight_ptr, k, K: tl.constexpr, rstd, ORDER: tl.constexpr, TARGET
 
 
 @triton.jit
-def _prefetch(
+def prefetch(
     weight_ptr, n, N, stride_wn,
     K: tl.constexpr, TARGET: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +50,7 @@ def _prefetch(
 
 
 @triton.jit
-def _tile_sums(
+def tile_sums(
     x, x_ptr, weight_ptr, norm_ptr, rows, real, k, n, rstd, N, stride_wn,
     K: tl.constexpr, ORDER: tl.constexpr, TARGET: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -67,66 +66,14 @@ def _tile_sums(
             w = tl.load(weight_ptr + start + k, mask=(n[None, :, None] < N) & (start + k < K), other=0.0)
             x = tl.load(x_ptr + rows + start + k, mask=real & (start + k < K), other=0.0)
             if norm_ptr is not None:
-                x = _normed(x, norm_ptr, start + k, K, rstd, ORDER, TARGET)
+                x = normed(x, norm_ptr, start + k, K, rstd, ORDER, TARGET)
             sums = _product(x, w, sums, TARGET)
     return tl.sum(sums, axis=0)
 
 
 @triton.jit
-def _with_bias(sums, bias_ptr, n, N, like, TARGET: tl.constexpr):
+def with_bias(sums, bias_ptr, n, N, like, TARGET: tl.constexpr):
     """The sums with their bias, rounded to the type."""
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     return narrowed(sums, like, TARGET)
-
-
-@triton.jit
-def _skinny_gemm_kernel(
-    x_ptr, weight_ptr, up_ptr, y_ptr, bias_ptr, up_bias_ptr, residual_ptr, norm_ptr,
-    M, N, PROGRAMS, INNER_X, stride_xa, stride_xb, stride_wn, stride_un, INNER_R, stride_ra, stride_rb, stride_rn,
-    eps,
-    K: tl.constexpr, ORDER: tl.constexpr, TARGET: tl.constexpr,
-    SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program takes every PROGRAMS-th block of BLOCK_N outputs for all rows; each slice of K is a warp's."""
-    m = tl.arange(0, BLOCK_M)
-    rows = ((m // INNER_X).to(tl.int64) * stride_xa + (m % INNER_X) * stride_xb)[None, :, None]
-    real = (m < M)[None, :, None]
-    k = (tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :])[:, None, :]
-    x = tl.load(x_ptr + rows + k, mask=real & (k < K), other=0.0)  # [SLICES, BLOCK_M, BLOCK_K]
-    rstd = tl.zeros([BLOCK_M], tl.float32)
-    if norm_ptr is not None:
-        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        _prefetch(weight_ptr, n, N, stride_wn, K, TARGET, SLICES * BLOCK_K)
-        if up_ptr is not None:
-            _prefetch(up_ptr, n, N, stride_un, K, TARGET, SLICES * BLOCK_K)
-        wide = x.to(tl.float32)
-        squares = wide * wide
-        for start in range(SLICES * BLOCK_K, K, SLICES * BLOCK_K):
-            wide = tl.load(x_ptr + rows + start + k, mask=real & (start + k < K), other=0.0).to(tl.float32)
-            squares += wide * wide
-        total = _row_sums(squares, SLICES)
-        rstd = tl.rsqrt(tl.div_rn(total, tl.full([BLOCK_M], K, tl.float32)) + eps)
-        x = _normed(x, norm_ptr, k, K, rstd, ORDER, TARGET)
-    like = tl.zeros([1, 1], y_ptr.dtype.element_ty)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_N), PROGRAMS, num_stages=STAGES):
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        sums = _tile_sums(
-            x, x_ptr, weight_ptr, norm_ptr, rows, real, k, n, rstd, N, stride_wn,
-            K, ORDER, TARGET, SLICES, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        y = _with_bias(sums, bias_ptr, n, N, like, TARGET)
-        if up_ptr is not None:
-            sums = _tile_sums(
-                x, x_ptr, up_ptr, norm_ptr, rows, real, k, n, rstd, N, stride_un,
-                K, ORDER, TARGET, SLICES, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            gate, up = y.to(tl.float32), _with_bias(sums, up_bias_ptr, n, N, like, TARGET).to(tl.float32)
-            silu = narrowed(tl.div_rn(gate, 1.0 + exponential(-gate)), like, TARGET).to(tl.float32)
-            y = narrowed(mul_rn(silu, up, TARGET), like, TARGET)
-        mask = (m[:, None] < M) & (n[None, :] < N)
-        if residual_ptr is not None:
-            where = (m // INNER_R).to(tl.int64) * stride_ra + (m % INNER_R) * stride_rb
-            residual = tl.load(residual_ptr + where[:, None] + n[None, :] * stride_rn, mask=mask, other=0.0)
-            y = narrowed(add_rn(residual.to(tl.float32), y.to(tl.float32), TARGET), like, TARGET)
-        tl.store(y_ptr + m[:, None] * N + n[None, :], y, mask=mask)

@@ -24,10 +24,12 @@ import torch.nn.functional as F
 
 from voxfuse.kernels import rmsnorm
 from voxfuse.kernels._launch import launch
+from voxfuse.kernels._math import exponential
 from voxfuse.kernels._op import fused_op
-from voxfuse.kernels._rounding import target
+from voxfuse.kernels._rounding import add_rn, mul_rn, narrowed, target
 from voxfuse.kernels._rows import leading, power_of_two
-from voxfuse.kernels._skinny_gemm import _skinny_gemm_kernel
+from voxfuse.kernels._skinny_gemm import normed, prefetch, row_sums, tile_sums, with_bias
+from voxfuse.kernels._triton import tl, triton
 from voxfuse.kernels._tuned import BLOCK_OPTIONS, Options, options
 from voxfuse.kernels.rmsnorm import FLOAT_TYPES
 
@@ -39,6 +41,58 @@ HOST_PROCESSORS = 4  # in the interpreter
 # Up to how many rows the kernel with its neighbours was faster than cuBLAS with theirs, by (kind and type, N, K);
 # lines as scripts/gpu_gemm.py prints them. Nothing is measured yet, so cuBLAS runs everywhere.
 MOST_ROWS: dict[tuple[str, int, int], int] = {}
+
+
+@triton.jit
+def _skinny_gemm_kernel(
+    x_ptr, weight_ptr, up_ptr, y_ptr, bias_ptr, up_bias_ptr, residual_ptr, norm_ptr,
+    M, N, PROGRAMS, INNER_X, stride_xa, stride_xb, stride_wn, stride_un, INNER_R, stride_ra, stride_rb, stride_rn,
+    eps,
+    K: tl.constexpr, ORDER: tl.constexpr, TARGET: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program takes every PROGRAMS-th block of BLOCK_N outputs for all rows; each slice of K is a warp's."""
+    m = tl.arange(0, BLOCK_M)
+    rows = ((m // INNER_X).to(tl.int64) * stride_xa + (m % INNER_X) * stride_xb)[None, :, None]
+    real = (m < M)[None, :, None]
+    k = (tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :])[:, None, :]
+    x = tl.load(x_ptr + rows + k, mask=real & (k < K), other=0.0)  # [SLICES, BLOCK_M, BLOCK_K]
+    rstd = tl.zeros([BLOCK_M], tl.float32)
+    if norm_ptr is not None:
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        prefetch(weight_ptr, n, N, stride_wn, K, TARGET, SLICES * BLOCK_K)
+        if up_ptr is not None:
+            prefetch(up_ptr, n, N, stride_un, K, TARGET, SLICES * BLOCK_K)
+        wide = x.to(tl.float32)
+        squares = wide * wide
+        for start in range(SLICES * BLOCK_K, K, SLICES * BLOCK_K):
+            wide = tl.load(x_ptr + rows + start + k, mask=real & (start + k < K), other=0.0).to(tl.float32)
+            squares += wide * wide
+        total = row_sums(squares, SLICES)
+        rstd = tl.rsqrt(tl.div_rn(total, tl.full([BLOCK_M], K, tl.float32)) + eps)
+        x = normed(x, norm_ptr, k, K, rstd, ORDER, TARGET)
+    like = tl.zeros([1, 1], y_ptr.dtype.element_ty)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK_N), PROGRAMS, num_stages=STAGES):
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        sums = tile_sums(
+            x, x_ptr, weight_ptr, norm_ptr, rows, real, k, n, rstd, N, stride_wn,
+            K, ORDER, TARGET, SLICES, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        y = with_bias(sums, bias_ptr, n, N, like, TARGET)
+        if up_ptr is not None:
+            sums = tile_sums(
+                x, x_ptr, up_ptr, norm_ptr, rows, real, k, n, rstd, N, stride_un,
+                K, ORDER, TARGET, SLICES, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            gate, up = y.to(tl.float32), with_bias(sums, up_bias_ptr, n, N, like, TARGET).to(tl.float32)
+            silu = narrowed(tl.div_rn(gate, 1.0 + exponential(-gate)), like, TARGET).to(tl.float32)
+            y = narrowed(mul_rn(silu, up, TARGET), like, TARGET)
+        mask = (m[:, None] < M) & (n[None, :] < N)
+        if residual_ptr is not None:
+            where = (m // INNER_R).to(tl.int64) * stride_ra + (m % INNER_R) * stride_rb
+            residual = tl.load(residual_ptr + where[:, None] + n[None, :] * stride_rn, mask=mask, other=0.0)
+            y = narrowed(add_rn(residual.to(tl.float32), y.to(tl.float32), TARGET), like, TARGET)
+        tl.store(y_ptr + m[:, None] * N + n[None, :], y, mask=mask)
 
 
 def unsupported(
