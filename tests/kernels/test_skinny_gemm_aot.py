@@ -51,7 +51,7 @@ def _request(target: str, variant: str) -> Request:
         },
         warps=dict(options)["num_warps"],
         target=target,
-        options={name: value for name, value in options if name != "num_warps"}
+        options={name: value for name, value in options if name not in ("num_warps", "enable_fp_fusion")}
         | ({} if cuda else {"enable_fp_fusion": False}),
         patterns=(MMA, COPY, FMA, AHEAD),
         aligned=(*(name for name in POINTERS if name not in absent), *ALIGNED),

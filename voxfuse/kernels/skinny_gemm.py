@@ -187,23 +187,30 @@ def fastest(rows: int, weight: torch.Tensor, gated: bool = False) -> Literal["sk
     return "skinny" if rows <= MOST_ROWS.get((kind(gated, weight.dtype), outputs, inputs), 0) else "cublas"
 
 
+@functools.cache
 def shape_class(gated: bool, dtype: torch.dtype, inputs: int) -> str:
     """By what the table knows launch options: never by the number of rows, on which no bit may depend."""
     return f"{kind(gated, dtype)} {next((size for size in CLASSES if inputs <= size), CLASSES[-1])}"
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else HOST_PROCESSORS
-
-
 def blocks(table: Options, rows: int, element_bytes: int) -> tuple[tuple[int, ...], Options]:
     """The kernel's block sizes and its launch options, from a row of the table."""
     found = dict(table)
     # So many rows, real or not, that a thread's load of x has full width: then sums over k have one order.
     least = max(1, LANES * (VECTOR_BYTES // element_bytes) // found["block_k"])
     sizes = found["num_warps"], max(least, power_of_two(rows)), found["block_n"], found["block_k"], found["num_stages"]
-    return sizes, tuple((name, value) for name, value in table if name not in BLOCK_OPTIONS)
+    launching = tuple((name, value) for name, value in table if name not in BLOCK_OPTIONS)
+    return sizes, (*launching, ("enable_fp_fusion", False)) if target() == "hip" else launching
+
+
+@functools.cache
+def _programs(table: Options, outputs: int, device: torch.device) -> int:
+    processors = HOST_PROCESSORS
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    found = dict(table)
+    return min(-(-outputs // found["block_n"]), found["programs"] * processors)
 
 
 def _launch(
@@ -223,7 +230,7 @@ def _launch(
     table = options(OPERATION, shape_class(up is not None, x.dtype, inputs), x.device)
     rows = y.numel() // outputs
     sizes, launching = blocks(table, rows, x.element_size())
-    programs = min(-(-outputs // sizes[2]), dict(table)["programs"] * _processors(x.device))
+    programs = _programs(table, outputs, x.device)
     others = (1, 0, 0, 1) if residual is None else (*leading(residual), residual.stride(-1))  # type: ignore[misc]
     launch(
         _skinny_gemm_kernel,
@@ -235,7 +242,7 @@ def _launch(
         ),
         (eps,),
         (inputs, order, target(), *sizes),
-        (*launching, ("enable_fp_fusion", False)) if target() == "hip" else launching,
+        launching,
     )  # fmt: skip
     return y
 
