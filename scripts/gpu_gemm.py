@@ -33,7 +33,7 @@ import voxfuse
 from voxfuse.kernels._op import TALLIES
 from voxfuse.kernels._tuned import trying
 from voxfuse.kernels.rmsnorm import rms_norm
-from voxfuse.kernels.skinny_gemm import OPERATION, kind, shape_class, skinny_linear, skinny_swiglu
+from voxfuse.kernels.skinny_gemm import GATED, LINEAR, shape_class, skinny_linear, skinny_swiglu, type_class
 from voxfuse.kernels.swiglu import swiglu
 
 ORDER = "cast_then_scale"
@@ -44,19 +44,13 @@ READ_BYTES_PER_S = 3.4e12  # what reading alone reaches on an H200 where a copy 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = MODELS if TINY else {**MODELS, "Qwen3-1.7B": (2048, 6144, 16, 8, 128, True)}
 OPTIONS = ("num_warps", "block_k", "block_n", "num_stages", "programs")
-CANDIDATES = {  # beside the table's own
-    "linear half 1024": (
-        (4, 128, 8, 3, 8),
-        (8, 128, 16, 3, 4),
-        (8, 128, 8, 2, 8),
-        (4, 256, 8, 2, 8),
-        (8, 128, 8, 3, 2),
-    ),
-    "gated half 1024": ((4, 128, 8, 3, 8), (8, 128, 16, 2, 2), (8, 128, 8, 2, 8), (8, 128, 8, 2, 3), (8, 64, 16, 3, 4)),
-    "linear half 8192": ((8, 64, 8, 4, 4), (8, 128, 8, 4, 2), (16, 64, 8, 4, 2), (16, 128, 8, 3, 1), (4, 128, 8, 4, 4)),
-    "linear fp32 1024": ((8, 64, 8, 2, 4), (4, 64, 8, 3, 8), (8, 32, 8, 4, 8)),
-    "gated fp32 1024": ((8, 64, 8, 2, 2), (4, 64, 8, 3, 4), (8, 32, 8, 4, 8)),
-    "linear fp32 8192": ((8, 64, 8, 3, 2), (8, 32, 8, 6, 4), (16, 32, 8, 4, 2)),
+CANDIDATES = {  # by operation and shape class, beside the table's own
+    (LINEAR, "half 1024"): ((4, 128, 8, 3, 8), (8, 128, 16, 3, 4), (8, 128, 8, 2, 8), (8, 128, 8, 3, 2)),
+    (GATED, "half 1024"): ((4, 128, 8, 3, 8), (8, 128, 16, 2, 2), (8, 128, 8, 2, 8), (8, 128, 8, 2, 3)),
+    (LINEAR, "half 8192"): ((8, 64, 8, 4, 4), (8, 128, 8, 4, 2), (16, 64, 8, 4, 2), (16, 128, 8, 3, 1)),
+    (LINEAR, "fp32 1024"): ((8, 64, 8, 2, 4), (4, 64, 8, 3, 8), (8, 32, 8, 4, 8)),
+    (GATED, "fp32 1024"): ((8, 64, 8, 2, 2), (4, 64, 8, 3, 4), (8, 32, 8, 4, 8)),
+    (LINEAR, "fp32 8192"): ((8, 64, 8, 3, 2), (8, 32, 8, 6, 4), (16, 32, 8, 4, 2)),
 }
 
 
@@ -69,6 +63,10 @@ class Projection(NamedTuple):
     normed: bool
     gated: bool = False
     bias: bool = False
+
+    @property
+    def operation(self) -> str:
+        return GATED if self.gated else LINEAR
 
     def copies(self, dtype: torch.dtype) -> int:
         size = self.outputs * self.inputs * dtype.itemsize * (1 + self.gated)
@@ -162,14 +160,14 @@ def variants() -> Iterator[tuple[Projection, int, torch.dtype, tuple[int, ...] |
 
 
 def candidates(of: Projection, dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
-    return CANDIDATES.get(shape_class(of.gated, dtype, of.inputs), ())
+    return CANDIDATES.get((of.operation, shape_class(dtype, of.inputs)), ())
 
 
 def with_options(of: Projection, dtype: torch.dtype, options: tuple[int, ...] | None) -> Any:
-    name = shape_class(of.gated, dtype, of.inputs)
-    return (
-        nullcontext() if options is None else trying(OPERATION, name, DEVICE, dict(zip(OPTIONS, options, strict=True)))
-    )
+    if options is None:
+        return nullcontext()
+    table = dict(zip(OPTIONS, options, strict=True))
+    return trying(of.operation, shape_class(dtype, of.inputs), DEVICE, table)
 
 
 def compile_some(part: list[tuple[Projection, int, torch.dtype, tuple[int, ...] | None]]) -> list[str]:
@@ -222,7 +220,7 @@ def late() -> bool:
     return not TINY and time.monotonic() - BEGIN > UNTIL_S
 
 
-def table(most_rows: dict[tuple[str, int, int], int]) -> None:
+def table(most_rows: dict[tuple[str, str, int, int], int]) -> None:
     print(f"\nµs a call; share of reading the weights at {READ_BYTES_PER_S / 1e12} TB/s")
     heading = (
         f"{'':44} {'ours warm':>9} {'cold':>7} {'of read':>7} | {'cuBLAS warm':>11} {'cold':>7} | {'linear cold':>11}"
@@ -248,7 +246,7 @@ def table(most_rows: dict[tuple[str, int, int], int]) -> None:
                     f"{alone:11.2f}  {theirs[1] / mine[1]:5.2f}× {'skinny' if mine[1] < theirs[1] else 'cuBLAS'}",
                     flush=True,
                 )
-                key = kind(of.gated, dtype), of.outputs, of.inputs
+                key = of.operation, type_class(dtype), of.outputs, of.inputs
                 winning = winning and mine[1] < 0.97 * theirs[1]
                 most_rows[key] = max(most_rows.get(key, 0), rows) if winning else most_rows.get(key, 0)
 
@@ -269,8 +267,8 @@ def options_table() -> None:
                         times.append(f"{gpu_us(ours(arguments(of, rows, dtype, copies), of.gated), copies):7.2f}")
                 except Exception as fault:  # options that this GPU has no room for
                     times.append(type(fault).__name__)
-            label = f"{shape_class(of.gated, dtype, of.inputs)} ({name})"
-            print(f"  {label:32} {options or 'as in the table'!s:24} {' '.join(times)}", flush=True)
+            label = f"{of.operation} {shape_class(dtype, of.inputs)} ({name})"
+            print(f"  {label:40} {options or 'as in the table'!s:24} {' '.join(times)}", flush=True)
 
 
 @torch.no_grad()
@@ -283,7 +281,7 @@ def main() -> int:
     print(f"fidelity: {len(faults)} faults, {time.monotonic() - BEGIN:.0f} s")
     for fault in faults[:40]:
         print(f"  WRONG {fault}")
-    most_rows: dict[tuple[str, int, int], int] = {}
+    most_rows: dict[tuple[str, str, int, int], int] = {}
     table(most_rows)
     options_table()
     (one,) = arguments(projection(CASES[0].model, "QKV"), 1, CASES[0].dtypes[0], 1)

@@ -22,7 +22,7 @@ REFERENCE = Run("reference", "test_projections")
 
 
 class Choice(dict):
-    """MOST_ROWS that takes skinny_gemm for the products that ``wanted`` names by (kind, N, K)."""
+    """MOST_ROWS that takes skinny_gemm for the products that ``wanted`` names by (operation, type, N, K)."""
 
     def __init__(self, wanted):
         super().__init__()
@@ -128,7 +128,7 @@ def test_any_mixture_with_cublas_is_upstreams(monkeypatch):
     expected = upstream(model)(torch.tensor([4, 5, 6]))
     for chosen in itertools.product((False, True), repeat=len(shapes)):
         wanted = {shape for shape, on in zip(shapes, chosen, strict=True) if on}
-        monkeypatch.setattr(skinny_gemm, "MOST_ROWS", Choice(lambda kind, *shape: shape in wanted))  # noqa: B023
+        monkeypatch.setattr(skinny_gemm, "MOST_ROWS", Choice(lambda operation, kind, *shape: shape in wanted))  # noqa: B023
         ours = generation(model, REFERENCE)(torch.tensor([4, 5, 6]))
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
@@ -136,15 +136,15 @@ def test_any_mixture_with_cublas_is_upstreams(monkeypatch):
 @torch.no_grad()
 def test_what_is_not_measured_runs_cublas():
     assert skinny_gemm.fastest(1, torch.empty(17, 23)) == "cublas"
-    assert skinny_gemm.fastest(1, torch.empty(17, 23), gated=True) == "cublas"
+    assert skinny_gemm.fastest(1, torch.empty(17, 23), skinny_gemm.GATED) == "cublas"
 
 
 @torch.no_grad()
 def test_the_table_is_asked_by_kind_type_and_shape(monkeypatch):
-    monkeypatch.setattr(skinny_gemm, "MOST_ROWS", {("linear half", 24, 16): 4})
+    monkeypatch.setattr(skinny_gemm, "MOST_ROWS", {("skinny_linear", "half", 24, 16): 4})
     weight = torch.empty(24, 16, dtype=torch.bfloat16)
     assert [skinny_gemm.fastest(rows, weight) for rows in (1, 4, 5)] == ["skinny", "skinny", "cublas"]
     for other in (weight.T, weight.float()):
         assert skinny_gemm.fastest(1, other) == "cublas"
-    assert skinny_gemm.fastest(1, weight, gated=True) == "cublas"
+    assert skinny_gemm.fastest(1, weight, skinny_gemm.GATED) == "cublas"
     assert skinny_gemm.fastest(1, weight.half()) == "skinny"

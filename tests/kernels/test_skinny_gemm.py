@@ -178,9 +178,9 @@ def test_the_reference_in_fp64_is_the_oracle():
 
 
 def test_shape_classes_follow_the_weight_alone():
-    assert shape_class(False, torch.bfloat16, 896) == "linear half 1024" == shape_class(False, torch.float16, 1024)
-    assert shape_class(True, torch.float32, 4864) == "gated fp32 8192" == shape_class(True, torch.float32, 99_999)
-    assert shape_class(True, torch.float32, 1) == f"gated fp32 {CLASSES[0]}"
+    assert shape_class(torch.bfloat16, 896) == "half 1024" == shape_class(torch.float16, 1024)
+    assert shape_class(torch.float32, 4864) == "fp32 8192" == shape_class(torch.float32, 99_999)
+    assert shape_class(torch.float32, 1) == f"fp32 {CLASSES[0]}"
 
 
 def test_envelope(device):

@@ -5,7 +5,7 @@ import torch
 from aot import TARGETS, Request, compile_ahead
 
 from voxfuse.kernels._tuned import lookup
-from voxfuse.kernels.skinny_gemm import OPERATION, blocks, shape_class
+from voxfuse.kernels.skinny_gemm import GATED, LINEAR, blocks, shape_class
 
 pytestmark = pytest.mark.aot
 
@@ -36,9 +36,9 @@ MMA, COPY, FMA, AHEAD = r"mma\.sync", r"cp\.async\.c[ag]", r"fma\.rn\.f32", r"pr
 
 def _request(target: str, variant: str) -> Request:
     element, rows, inputs, absent = VARIANTS[variant]
-    name = shape_class("up_ptr" not in absent, TYPES[element], inputs)
+    operation = LINEAR if "up_ptr" in absent else GATED
     capability = {"sm_80": "8.0", "sm_90": "9.0", "sm_100": "10.0"}.get(target, target)
-    table = lookup(OPERATION, name, capability)
+    table = lookup(operation, shape_class(TYPES[element], inputs), capability)
     constants, options = blocks(table, rows, TYPES[element].itemsize)
     cuda = target.startswith("sm_")
     return Request(

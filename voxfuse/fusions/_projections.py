@@ -16,7 +16,7 @@ from torch import nn
 from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
 from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
-from voxfuse.kernels.skinny_gemm import fastest, skinny_linear, skinny_swiglu
+from voxfuse.kernels.skinny_gemm import GATED, fastest, skinny_linear, skinny_swiglu
 from voxfuse.kernels.swiglu import swiglu
 from voxfuse.records import Fusion, FusionPattern
 
@@ -65,7 +65,7 @@ def normed_linear(
 def normed_swiglu(norm: Any, stream: Stream, mlp: Any, run: Run) -> tuple[torch.Tensor, Stream]:
     """silu(gate_proj(norm(stream))) · up_proj(norm(stream)), and the stream with nothing pending."""
     gate, up = mlp.gate_proj, mlp.up_proj
-    if fastest(_rows(stream.total), gate.weight, gated=True) == "cublas":
+    if fastest(_rows(stream.total), gate.weight, GATED) == "cublas":
         x, stream = normed(norm, stream, run)
         both = F.linear(x, *merged(mlp, "gate_proj", "up_proj")).chunk(2, dim=-1)
         return swiglu(*both, run=run), stream

@@ -33,14 +33,15 @@ from voxfuse.kernels._triton import tl, triton
 from voxfuse.kernels._tuned import BLOCK_OPTIONS, Options, options
 from voxfuse.kernels.rmsnorm import FLOAT_TYPES
 
-OPERATION = "skinny_gemm"
+LINEAR = "skinny_linear"  # operations of the table
+GATED = "skinny_swiglu"
 MAX_ROWS = 16
 CLASSES = (512, 1024, 2048, 4096, 8192)  # of K
 LANES, VECTOR_BYTES = 32, 16  # of a warp, and of a thread's load
 HOST_PROCESSORS = 4  # in the interpreter
-# Up to how many rows the kernel with its neighbours was faster than cuBLAS with theirs, by (kind and type, N, K);
+# Up to how many rows the kernel with its neighbours was faster than cuBLAS with theirs, by (operation, type, N, K);
 # lines as scripts/gpu_gemm.py prints them. Nothing is measured yet, so cuBLAS runs everywhere.
-MOST_ROWS: dict[tuple[str, int, int], int] = {}
+MOST_ROWS: dict[tuple[str, str, int, int], int] = {}
 
 
 @triton.jit
@@ -176,21 +177,21 @@ def swiglu_reference(
     return F.silu(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
 
 
-def kind(gated: bool, dtype: torch.dtype) -> str:
-    """ "linear half", "gated fp32" and so on: one product or two, and the width of the type."""
-    return f"{'gated' if gated else 'linear'} {'fp32' if dtype == torch.float32 else 'half'}"
+def type_class(dtype: torch.dtype) -> Literal["fp32", "half"]:
+    """What a type costs: fp16 and bf16 alike."""
+    return "fp32" if dtype == torch.float32 else "half"
 
 
-def fastest(rows: int, weight: torch.Tensor, gated: bool = False) -> Literal["skinny", "cublas"]:
+def fastest(rows: int, weight: torch.Tensor, operation: str = LINEAR) -> Literal["skinny", "cublas"]:
     """What to run a projection of so many rows with, as measured."""
-    outputs, inputs = weight.shape
-    return "skinny" if rows <= MOST_ROWS.get((kind(gated, weight.dtype), outputs, inputs), 0) else "cublas"
+    most = MOST_ROWS.get((operation, type_class(weight.dtype), *weight.shape), 0)
+    return "skinny" if rows <= most else "cublas"
 
 
 @functools.cache
-def shape_class(gated: bool, dtype: torch.dtype, inputs: int) -> str:
+def shape_class(dtype: torch.dtype, inputs: int) -> str:
     """By what the table knows launch options: never by the number of rows, on which no bit may depend."""
-    return f"{kind(gated, dtype)} {next((size for size in CLASSES if inputs <= size), CLASSES[-1])}"
+    return f"{type_class(dtype)} {next((size for size in CLASSES if inputs <= size), CLASSES[-1])}"
 
 
 @functools.cache
@@ -227,7 +228,7 @@ def _launch(
     y = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
-    table = options(OPERATION, shape_class(up is not None, x.dtype, inputs), x.device)
+    table = options(LINEAR if up is None else GATED, shape_class(x.dtype, inputs), x.device)
     rows = y.numel() // outputs
     sizes, launching = blocks(table, rows, x.element_size())
     programs = _programs(table, outputs, x.device)
