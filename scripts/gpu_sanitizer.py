@@ -33,6 +33,7 @@ from voxfuse.kernels.ras_sampler import ras_sample
 from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
 from voxfuse.kernels.sampler import sample
 from voxfuse.kernels.sine_source import sine_source
+from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
 from voxfuse.kernels.snake import snake
 from voxfuse.kernels.stft import stft_complex, stft_polar
 from voxfuse.kernels.swiglu import swiglu
@@ -116,6 +117,13 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
         yield rms_norm, (x, weight, 1e-6, "cast_then_scale")
         yield add_rms_norm, (x, normal(3, width), weight, 1e-6, "cast_then_scale")
         yield swiglu, (x, normal(3, width))
+    for rows, inputs, outputs in ((1, 100, 7), (3, 1025, 61), (16, 2056, 1000)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, gate, up = (normal(size, inputs).to(dtype) for size in (rows, outputs, outputs))
+            norm, bias, residual = (normal(*shape).to(dtype) for shape in ((inputs,), (outputs,), (rows, outputs)))
+            yield skinny_linear, (x, gate, bias, residual, norm, 1e-6, "cast_then_scale")
+            yield skinny_linear, (x, gate, None, None, None, 0.0, "cast_then_scale")
+            yield skinny_swiglu, (x, gate, up, bias, None, norm, 1e-6, "cast_then_scale")
     for vocabulary in (7, 1000, 6561):
         noise = torch.rand(2, vocabulary, device=device) + 1e-3
         recent = torch.zeros(2, 10, dtype=torch.int64, device=device)

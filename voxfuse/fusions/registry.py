@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from voxfuse.fusions._projections import SKINNY_GEMM
 from voxfuse.fusions.adain_conv_block import ADAIN_CONV_BLOCK
 from voxfuse.fusions.adain_resblock import ADAIN_LEAKY_RELU, ADAIN_SNAKE
 from voxfuse.fusions.decoder_graph import DECODER_GRAPH
@@ -29,6 +30,7 @@ FUSIONS: dict[str, Fusion] = {
         RMS_NORM,
         SWIGLU,
         GQA_ATTENTION,
+        SKINNY_GEMM,
     )
 }
 
