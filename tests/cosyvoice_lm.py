@@ -36,6 +36,7 @@ RELEASED = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32_768,
     "rope_theta": 1e6,
+    "tie_word_embeddings": True,
 }
 RELEASED_SPEECH_TOKENS = 6561
 
@@ -65,8 +66,11 @@ def upstream():
     return module
 
 
-def language_model(speech_tokens=SPEECH_TOKENS, sampling=None, spread=0.2, **changes):
-    """A Qwen2LM with random weights; ``sampling``: settings of ras_sampling, or a function of its signature."""
+def language_model(speech_tokens=SPEECH_TOKENS, sampling=None, spread=0.2, device="cpu", **changes):
+    """A Qwen2LM with random weights; ``sampling``: settings of ras_sampling, or a function of its signature.
+
+    ``spread``: of the noise that is added to upstream's initial weights.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     module = upstream()
@@ -77,9 +81,10 @@ def language_model(speech_tokens=SPEECH_TOKENS, sampling=None, spread=0.2, **cha
     torch.manual_seed(11)
     encoder = module.Qwen2Encoder.__new__(module.Qwen2Encoder)
     torch.nn.Module.__init__(encoder)
-    encoder.model = Qwen2ForCausalLM(config)
     hidden = config.hidden_size
-    model = module.Qwen2LM(hidden, hidden, speech_tokens, encoder, sampling).eval()
+    with torch.device(device):
+        encoder.model = Qwen2ForCausalLM(config)
+        model = module.Qwen2LM(hidden, hidden, speech_tokens, encoder, sampling).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(spread * torch.randn_like(parameter))
