@@ -1,22 +1,20 @@
 """The real Qwen2LM of CosyVoice2 (``cosyvoice-minicpmo``) over transformers' Qwen2, small and random.
 
-The distribution is installed without what it depends on: torchaudio, which its language model imports and never calls,
-is stood in for. With transformers 4.53 or newer upstream's loop hides all keys but the first (its mask is of one
+With transformers 4.53 or newer upstream's loop hides all keys but the first (its mask is of one
 element); ``whole_masks`` lets such a mask mean there what it means in the releases that upstream was written for.
 """
 
 import functools
 import importlib
 import importlib.util
-import logging
 import sys
-from types import ModuleType
 
 import hift_classes
 import pytest
 import torch
 
-MODULE = "cosyvoice.llm.llm"
+from voxfuse.patches._cosyvoice_lm import load_language_model
+
 SPEECH_TOKENS = 40
 SMALL = {
     "vocab_size": 60,
@@ -45,16 +43,8 @@ def importable():
     """The module of Qwen2LM, or None where the distribution or transformers is absent."""
     if any(importlib.util.find_spec(name) is None for name in ("cosyvoice", "transformers")):
         return None
-    root = logging.getLogger()
-    level, handlers = root.level, root.handlers[:]
-    with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("torchaudio") is None:
-            patch.setitem(sys.modules, "torchaudio", ModuleType("torchaudio"))
-        importlib.import_module("cosyvoice.utils.file_utils")
-    module = importlib.import_module(MODULE)
+    module = load_language_model()
     hift_classes.importable("cosyvoice2")  # the stack is loaded as a whole
-    root.setLevel(level)  # upstream logs everything from its import on
-    root.handlers[:] = handlers
     return module
 
 

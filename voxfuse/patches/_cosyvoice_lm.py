@@ -12,15 +12,19 @@ one element (QwenAudio/CosyVoice#1446, #1886): its speech is noise there. Such s
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from voxfuse.fusions.decode_graph import DECODE_GRAPH
-from voxfuse.fusions.speech_sampler import ON_HOST, RAS_SAMPLING, RasSampler
+from voxfuse.fusions.speech_sampler import RAS_SAMPLING, RasSampler
 from voxfuse.kernels._op import TALLIES, Run
 from voxfuse.patches import _decoding
 from voxfuse.patches.layers import untouched
@@ -73,21 +77,22 @@ def _masked(masks: torch.Tensor, cache: Any) -> str | None:
     return _decoding.masked(masks[:, -1, :], masks.shape[0], cache.get_seq_length() + 1)
 
 
-def _sampling_ids(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
+def _sampling_ids(original: Callable[..., Any], run: Run, checkout: bool) -> Callable[..., Any]:
     held = threading.local()  # upstream starts a thread for each generation
 
     def sampling_ids(
         self: Any, weighted_scores: torch.Tensor, decoded_tokens: Sequence[int], sampling: int, ignore_eos: bool = True
-    ) -> torch.Tensor:
+    ) -> Any:
         settings = _settings(self.sampling)
-        reason = settings if isinstance(settings, str) else None
-        if weighted_scores.device.type != "cuda":
-            reason = ON_HOST
-        if reason is not None or isinstance(settings, str):
-            TALLIES.add(run.receipt, fallback=reason)
-            return original(self, weighted_scores, decoded_tokens, sampling, ignore_eos)  # type: ignore[no-any-return]
+        if isinstance(settings, str):
+            TALLIES.add(run.receipt, fallback=settings)
+            return original(self, weighted_scores, decoded_tokens, sampling, ignore_eos)
         if getattr(held, "settings", None) != settings:
-            held.settings, held.sampler = settings, RasSampler(run, **settings, exclude=False)
+            held.settings, held.sampler = settings, RasSampler(run, **settings, exclude=checkout)
+        if checkout:
+            if ignore_eos:
+                weighted_scores[self.speech_token_size] = -torch.inf
+            return held.sampler(weighted_scores, decoded_tokens)
         for _ in range(MAX_TRIALS + 1):
             token = held.sampler(weighted_scores, decoded_tokens)
             if not ignore_eos or token != self.speech_token_size:
@@ -111,12 +116,54 @@ def _settings(sampling: Any) -> dict[str, Any] | str:
     return dict(settings)
 
 
-PATCHES = (
-    Patch(fusion=DECODE_GRAPH, target=STEP, absorbs=(STEP,), build=_forward_one_step),
-    Patch(
-        fusion=RAS_SAMPLING,
-        target=SAMPLING_IDS,
-        absorbs=(SAMPLING_IDS, RAS, NUCLEUS, RANDOM),
-        build=_sampling_ids,
-    ),
-)
+def load_language_model() -> ModuleType:
+    """Import ``cosyvoice.llm.llm`` without what upstream's import does beside: it lets the root logger log everything.
+
+    torchaudio, which it imports and never calls, need not be there. Raises ImportError where anything else is missing.
+    """
+    from transformers import Qwen2ForCausalLM  # before a stand-in, at which transformers would look
+
+    assert Qwen2ForCausalLM is not None
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    stand_in = "torchaudio" not in sys.modules and importlib.util.find_spec("torchaudio") is None
+    if stand_in:
+        sys.modules["torchaudio"] = ModuleType("torchaudio")
+    try:
+        importlib.import_module("cosyvoice.utils.file_utils")
+    finally:
+        if stand_in:
+            del sys.modules["torchaudio"]
+        root.setLevel(level)
+        root.handlers[:] = handlers
+    return importlib.import_module(LM)
+
+
+def _patches(checkout: bool) -> tuple[Patch, ...]:
+    return (
+        Patch(fusion=DECODE_GRAPH, target=STEP, absorbs=(STEP,), build=_forward_one_step),
+        Patch(
+            fusion=RAS_SAMPLING,
+            target=SAMPLING_IDS,
+            absorbs=(SAMPLING_IDS, RAS, NUCLEUS, RANDOM),
+            build=functools.partial(_sampling_ids, checkout=checkout),
+        ),
+    )
+
+
+PATCHES = _patches(checkout=False)  # of cosyvoice-minicpmo
+SOURCES = {  # its 0.1.0
+    STEP: "ceeee5759bc3091fac4f4a783cb3604c810ba136b594263825ef28170d37e17a",
+    SAMPLING_IDS: "9454b8db2181fb9da32da05c2975a64b940c9cc9cb357621908c821e403ea86b",
+    RAS: "15679987eda634456238dff142700f24384165ea6fa6616e62fef4ca979d221b",
+    NUCLEUS: "b134b4d80973018cb95f352de681de3f4d7a2369ff8c3ae38fbb584221cec067",
+    RANDOM: "989f0fc8f2162c7c64393c21d1355d611ee448f0faa140020110d81c35b78186",
+}
+PATCHES_OF_CHECKOUT = _patches(checkout=True)  # of CosyVoice2's and CosyVoice3's model there
+SOURCES_OF_CHECKOUT = {  # commit ace7c47f41bb
+    STEP: SOURCES[STEP],
+    SAMPLING_IDS: "63151c31bcb08b0f5c35c565632cd26a0d538b8616644fc3815c3a3e02a4857e",
+    RAS: "018d09b1e44ab5eef890cf301a6ccfa55f2f42c00d9681dfbdfa61eabf32559e",
+    NUCLEUS: "b177cc7f078e82ab864f8c688f4013564d676211d042e2b47da54d2c4bbdd493",
+    RANDOM: "f2121459bb87c07a58c88ce03240d56dba72629a7ce3eb352a1fed3147d77d96",
+}

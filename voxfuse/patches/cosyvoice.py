@@ -30,11 +30,7 @@ COSYVOICE2 = StackPatches(
     load=_load,
     sources={
         "0.1.0": {
-            _cosyvoice_lm.STEP: "ceeee5759bc3091fac4f4a783cb3604c810ba136b594263825ef28170d37e17a",
-            _cosyvoice_lm.SAMPLING_IDS: "9454b8db2181fb9da32da05c2975a64b940c9cc9cb357621908c821e403ea86b",
-            _cosyvoice_lm.RAS: "15679987eda634456238dff142700f24384165ea6fa6616e62fef4ca979d221b",
-            _cosyvoice_lm.NUCLEUS: "b134b4d80973018cb95f352de681de3f4d7a2369ff8c3ae38fbb584221cec067",
-            _cosyvoice_lm.RANDOM: "989f0fc8f2162c7c64393c21d1355d611ee448f0faa140020110d81c35b78186",
+            **_cosyvoice_lm.SOURCES,
             f"{HIFT}:HiFTGenerator.decode": "7610abe14cb63169559af0a66242ad2f518c090635d3ef49d5a270bbd54319f7",
             f"{HIFT}:HiFTGenerator._stft": "7222fb613611191b600b35a96262b9a2df51269288c76eb79a29ae9455bc5c1a",
             f"{HIFT}:HiFTGenerator._istft": "8b9f442af11cb4081c256644bd91d49db3a773a13e6e1e87c3db2e16d330835b",
