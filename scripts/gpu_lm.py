@@ -30,6 +30,7 @@ import cosyvoice_lm  # noqa: E402 - the checkout need not be installed
 import transformers  # noqa: E402
 
 import voxfuse  # noqa: E402
+from voxfuse.e2e.stacks._cosyvoice_lm import SIZES, SPEECH_TOKENS  # noqa: E402
 
 TINY = "--tiny" in sys.argv[1:]
 DEVICE = "cpu" if TINY else "cuda"
@@ -130,12 +131,11 @@ def main() -> None:
     served = True
     with pytest.MonkeyPatch.context() as patch:
         cosyvoice_lm.whole_masks(patch)
-        sizes = {} if TINY else cosyvoice_lm.RELEASED
-        count = cosyvoice_lm.SPEECH_TOKENS if TINY else cosyvoice_lm.RELEASED_SPEECH_TOKENS
+        sizes = {} if TINY else SIZES
+        count = cosyvoice_lm.SPEECH_TOKENS if TINY else SPEECH_TOKENS
         model = cosyvoice_lm.language_model(count, spread=0.2 if TINY else 0.02, device=DEVICE, **sizes)
         with torch.no_grad():
             model.llm_decoder.weight.mul_(1 if TINY else 4)  # about as sharp as a trained model's
-            model.llm_decoder.bias[-3:] = -20.0  # no end, no fill token: the length is forced
         for dtype in (torch.float32, torch.bfloat16):
             model = model.to(dtype)
             for name, sampling in SAMPLINGS.items():

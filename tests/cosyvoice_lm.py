@@ -13,6 +13,7 @@ import hift_classes
 import pytest
 import torch
 
+from voxfuse.e2e.stacks._cosyvoice_lm import synthetic
 from voxfuse.patches._cosyvoice_lm import load_language_model
 
 SPEECH_TOKENS = 40
@@ -25,18 +26,6 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
-RELEASED = {
-    "vocab_size": 151_936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
-RELEASED_SPEECH_TOKENS = 6561
 
 
 def importable():
@@ -61,20 +50,11 @@ def language_model(speech_tokens=SPEECH_TOKENS, sampling=None, spread=0.2, devic
 
     ``spread``: of the noise that is added to upstream's initial weights.
     """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     module = upstream()
     if not callable(sampling):
         sampling = functools.partial(sys.modules["cosyvoice.utils.common"].ras_sampling, **(sampling or {}))
-    config = Qwen2Config(**(SMALL | changes))
-    config._attn_implementation = "sdpa"
+    model = synthetic(module, SMALL | changes, speech_tokens, sampling, device).eval()
     torch.manual_seed(11)
-    encoder = module.Qwen2Encoder.__new__(module.Qwen2Encoder)
-    torch.nn.Module.__init__(encoder)
-    hidden = config.hidden_size
-    with torch.device(device):
-        encoder.model = Qwen2ForCausalLM(config)
-        model = module.Qwen2LM(hidden, hidden, speech_tokens, encoder, sampling).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(spread * torch.randn_like(parameter))
