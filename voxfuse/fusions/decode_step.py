@@ -18,7 +18,7 @@ Source: Qwen2Model, Qwen3Model, LlamaModel of transformers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -135,7 +135,11 @@ def adopt(cache: KeyValues, past: Any, lengths: list[int]) -> None:
     ``past``: a DynamicCache of transformers whose rows are padded on the left, if at all: the last ``lengths[row]`` of
     its tokens are the row's own. Raises ValueError where it is something else or does not fit.
     """
-    pairs = list(_layers(past))
+    reason = unknown_cache(past)
+    if reason is not None:
+        raise ValueError(reason)
+    held = tensors(past)
+    pairs = list(zip(held[::2], held[1::2], strict=True))
     longest = max(lengths)
     for keys, values in pairs:
         if keys.shape[:2] != cache.keys.shape[1:3] or keys.shape[2] < longest or longest > cache.capacity:
@@ -147,20 +151,15 @@ def adopt(cache: KeyValues, past: Any, lengths: list[int]) -> None:
         raise ValueError(f"expected a cache of {cache.keys.shape[0]} layers, got {len(pairs)}")
     for index, (keys, values) in enumerate(pairs):
         for row, length in enumerate(lengths):
-            for held, new in ((cache.keys, keys), (cache.values, values)):
-                held[index, row, :, :length] = new[row, :, new.shape[2] - length :]
+            for static, new in ((cache.keys, keys), (cache.values, values)):
+                static[index, row, :, :length] = new[row, :, new.shape[2] - length :]
 
 
-def _layers(past: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each layer of an upstream cache."""
-    reason = unknown_cache(past)
-    if reason is not None:
-        raise ValueError(reason)
+def tensors(past: Any) -> list[torch.Tensor]:
+    """Keys and values of each layer of an upstream cache that is known, one after the other."""
     if hasattr(past, "layers"):
-        for layer in past.layers:
-            yield layer.keys, layer.values
-    else:  # before transformers 4.54
-        yield from zip(past.key_cache, past.value_cache, strict=True)
+        return [tensor for layer in past.layers for tensor in (layer.keys, layer.values)]
+    return [tensor for pair in zip(past.key_cache, past.value_cache, strict=True) for tensor in pair]  # before 4.54
 
 
 def unknown_cache(past: Any) -> str | None:
@@ -170,11 +169,19 @@ def unknown_cache(past: Any) -> str | None:
     kinds = {type(layer).__name__ for layer in getattr(past, "layers", ())}
     if kinds - {"DynamicLayer"}:
         return f"the cache has layers {', '.join(sorted(kinds))}, expected DynamicLayer alone"
-    return None
+    return "the cache is offloaded" if getattr(past, "offloading", False) else None
 
 
-def unsupported(decoder: Any) -> str | None:
-    """Why a decoder is not one that ``step`` computes, or None: adapters, hooks, types, other classes."""
+def has_own_forward(part: nn.Module) -> bool:
+    """Whether a module has a ``forward`` beside its class's."""
+    return "forward" in vars(part)
+
+
+def unsupported(decoder: Any, shadowed: Callable[[nn.Module], bool] = has_own_forward) -> str | None:
+    """Why a decoder is not one that ``step`` computes, or None: adapters, hooks, types, other classes.
+
+    ``shadowed``: whether a module runs another forward than its class's (fused ones of the same arithmetic are none).
+    """
     family = DECODERS.get(type(decoder).__name__)
     if family is None or not type(decoder).__module__.startswith("transformers.models."):
         return f"the model is {type(decoder).__name__}, expected one of {', '.join(DECODERS)} of transformers"
@@ -190,7 +197,18 @@ def unsupported(decoder: Any) -> str | None:
     rope = getattr(decoder.rotary_emb, "rope_type", "default")
     if rope not in STATIC_ROPES:
         return f"rotary embedding of type {rope}, expected one of {', '.join(STATIC_ROPES)}"
+    if type(decoder.norm).__name__ != f"{family}RMSNorm":
+        return f"the last norm is {type(decoder.norm).__name__}, expected {family}RMSNorm"
+    for name, part in decoder.named_modules():
+        if part is not decoder and (_hooked(part) or shadowed(part)):
+            return f"{name} has a hook or a forward of its own, which a fused step would not run"
     return next((reason for reason in map(functools.partial(_foreign, family), decoder.layers) if reason), None)
+
+
+def _hooked(part: nn.Module) -> bool:
+    """Whether a module has forward hooks other than those of transformers 5, which rest where no outputs are wanted."""
+    hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def _foreign(family: str, layer: Any) -> str | None:
@@ -210,8 +228,6 @@ def _foreign(family: str, layer: Any) -> str | None:
         part: Any = layer.get_submodule(name)
         if type(part).__name__ != kind:
             return f"{name} is {type(part).__name__}, expected {kind}: adapters and quantised layers run upstream"
-        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
-            return f"{name} has a hook or a forward of its own, which a fused step would not run"
     if family == "Qwen3" and attention.q_norm.variance_epsilon != attention.k_norm.variance_epsilon:
         return "q_norm and k_norm have different epsilons"
     biases = [attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias]

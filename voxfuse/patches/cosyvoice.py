@@ -1,4 +1,4 @@
-"""CosyVoice2 (PyPI ``cosyvoice-minicpmo``, and the repository FunAudioLLM/CosyVoice): HiFT from CUDA graphs.
+"""CosyVoice2 (PyPI ``cosyvoice-minicpmo``, and the repository FunAudioLLM/CosyVoice): HiFT and language model.
 
 A checkout of the repository has no distribution and so no release: its sources are compared with the tested ones. On
 its main branch (commit ace7c47f41bb) the patched functions are the same text; CosyVoice3's CausalHiFTGenerator has a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 
-from voxfuse.patches import _hift
+from voxfuse.patches import _cosyvoice_lm, _hift
 from voxfuse.patches.spec import StackPatches
 
 HIFT = "cosyvoice.hifigan.generator"
@@ -17,6 +17,8 @@ ACTIVATION = "cosyvoice.transformer.activation"
 
 
 def _load() -> None:
+    # Not the language model's module: it needs torchaudio and transformers, and sets up logging. The planner imports it
+    # where the stack is named.
     for module in (HIFT, ACTIVATION):
         importlib.import_module(module)
 
@@ -24,10 +26,11 @@ def _load() -> None:
 COSYVOICE2 = StackPatches(
     name="cosyvoice2",
     distribution="cosyvoice-minicpmo",
-    modules=(HIFT, ACTIVATION),
+    modules=(HIFT, ACTIVATION, _cosyvoice_lm.LM),
     load=_load,
     sources={
         "0.1.0": {
+            **_cosyvoice_lm.SOURCES,
             f"{HIFT}:HiFTGenerator.decode": "7610abe14cb63169559af0a66242ad2f518c090635d3ef49d5a270bbd54319f7",
             f"{HIFT}:HiFTGenerator._stft": "7222fb613611191b600b35a96262b9a2df51269288c76eb79a29ae9455bc5c1a",
             f"{HIFT}:HiFTGenerator._istft": "8b9f442af11cb4081c256644bd91d49db3a773a13e6e1e87c3db2e16d330835b",
@@ -35,5 +38,5 @@ COSYVOICE2 = StackPatches(
             f"{ACTIVATION}:Snake.forward": "b4bb6d855788163786649c2bd415bc7d6d00dd6db1c97ce6e5c0d208bab82a6b",
         }
     },
-    patches=_hift.patches(HIFT, ACTIVATION),
+    patches=(*_hift.patches(HIFT, ACTIVATION), *_cosyvoice_lm.PATCHES),
 )
