@@ -1,4 +1,4 @@
-"""HiFTGenerator.decode replayed from CUDA graphs: one graph runner beside each generator of the length-aware call.
+"""HiFT's decode replayed from CUDA graphs: one graph runner beside each generator of the length-aware call.
 
 The source comes from outside, so ``inference`` and ``cache_source`` stay upstream's. A graph keeps the settings that
 its generator had at capture (slopes, limits); new weights are seen (``graph_runner``).
@@ -21,20 +21,23 @@ from voxfuse.fusions._graph_arena import Arena, CudaArena
 from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, Buckets, Length
 from voxfuse.fusions.graph_runner import CapturePolicy, GraphRunner
-from voxfuse.fusions.hift import samples_per_frame
+from voxfuse.fusions.hift import look_ahead, samples_per_frame
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.records import Fusion, FusionPattern
 
 HIFT_GRAPH = Fusion(
     name="hift_graph",
-    stacks=("cosyvoice2", "chatterbox"),
+    stacks=("cosyvoice2", "cosyvoice3", "chatterbox"),
     operations=("decode", "stft", "istft"),
     contract="same-precision",
     envelope="fp32 on a CUDA GPU, inference without autocast, 1 to 16 rows, 1 to 2048 mel frames, buckets captured "
     "before",
     kernels=("conv1d", "snake", "mean_act", "stft", "istft"),
     graph=True,
-    patterns=(FusionPattern(modules=("HiFTGenerator",)),),
+    patterns=(
+        FusionPattern(modules=("HiFTGenerator",)),
+        FusionPattern(modules=("CausalHiFTGenerator",)),
+    ),
 )
 BUCKETS = Buckets(rows=tuple(range(1, 17)))
 MEMORY_CAP_BYTES = 8 * 2**30  # for each generator: 16 rows of 12 s take 4.5 GiB
@@ -42,9 +45,18 @@ BEFORE = ("f0_predictor", "m_source")  # children whose work is done when ``deco
 
 
 def axes(hift: Any) -> tuple[Axes, ...]:
-    """Axes of mel, source and the waveform behind the rows; the length counts mel frames."""
+    """Axes of mel, source, frames ahead (of a causal generator) and the waveform behind the rows; the length counts mel
+    frames."""
     samples = samples_per_frame(hift)
-    return (hift.conv_pre.in_channels, Length(1)), (1, Length(samples)), (Length(samples),)
+    ahead: tuple[Axes, ...] = ((1,),) if look_ahead(hift) else ()
+    return (hift.conv_pre.in_channels, Length(1)), (1, Length(samples)), *ahead, (Length(samples),)
+
+
+def _decode(hift: Any, mel: torch.Tensor, source: torch.Tensor, *rest: torch.Tensor | None, run: Run) -> torch.Tensor:
+    """What a graph captures; ``rest``: frames ahead [rows, 1] in fp32, as all inputs are, and the lengths."""
+    *ahead, lengths = rest
+    frames = ahead[0][:, 0].long() if ahead and ahead[0] is not None else None
+    return hift_decoder.decode(hift, mel, source, lengths, run, frames)
 
 
 def _none_foreign(_: nn.Module) -> None:
@@ -74,13 +86,19 @@ class Runners:
         mel: torch.Tensor,
         source: torch.Tensor,
         lengths: torch.Tensor | Sequence[int] | None = None,
+        finalize: bool = True,
     ) -> torch.Tensor | str:
-        """HiFTGenerator.decode by replay, or the reason why not; either is counted on the receipt.
+        """decode by replay, or the reason why not; either is counted on the receipt.
 
         mel [rows, bins, frames], source [rows, 1, samples]; ``lengths`` [rows]: valid mel frames, for batches of mixed
-        lengths, each row then ending as alone, zero behind. Upstream has no such thing.
+        lengths, each row then ending as alone, zero behind. Upstream has no such thing. ``finalize`` False, of a causal
+        generator: as upstream's, for the longest row; a shorter one's last look_ahead + 1 valid frames are its caller's
+        to leave out. One graph serves both.
         """
         reason = unsupported(hift, self._run, mel, source)
+        held_back = 0 if finalize else look_ahead(hift) + 1
+        if reason is None and 0 < mel.shape[2] <= held_back:
+            reason = f"{held_back} frames or fewer, where more will follow, leave no audio"
         runner = reason or self._runner(hift)
         if isinstance(runner, str):
             TALLIES.add(self._run.receipt, fallback=runner)
@@ -89,7 +107,11 @@ class Runners:
         if isinstance(found, str):
             runner.count_miss(found)
             return found
-        return runner.replay(found, mel, source, lengths=lengths)
+        tensors = [mel, source]
+        if look_ahead(hift):
+            tensors.append(mel.new_full((mel.shape[0], 1), max(held_back - 1, 0)))
+        audio = runner.replay(found, *tensors, lengths=lengths)
+        return audio[:, : audio.shape[1] - held_back * samples_per_frame(hift)] if held_back else audio
 
     def _runner(self, hift: nn.Module) -> GraphRunner | str:
         with self._lock:
@@ -102,7 +124,7 @@ class Runners:
                 *inputs, output = axes(hift)
                 held = self._held[hift] = GraphRunner(
                     hift,
-                    functools.partial(hift_decoder.decode, run=self._run),
+                    functools.partial(_decode, run=self._run),
                     inputs,
                     output,
                     BUCKETS,

@@ -30,5 +30,5 @@ CHATTERBOX = StackPatches(
             f"{HIFT}:Snake.forward": "d90fa41bf47f24f18cd4fc4c0af31b22b96fddee60c7de446cfeb0f2906d892d",
         }
     },
-    patches=(*_hift.patches(HIFT, HIFT), *_chatterbox_t3.PATCHES),
+    patches=(*_hift.patches(_hift.Modules(HIFT, HIFT, HIFT)), *_chatterbox_t3.PATCHES),
 )

@@ -1,33 +1,23 @@
 """CosyVoice2 (PyPI ``cosyvoice-minicpmo``, and the repository FunAudioLLM/CosyVoice): HiFT and language model.
 
 A checkout of the repository has no distribution and so no release: its sources are compared with the tested ones. On
-its main branch (commit ace7c47f41bb) the patched functions are the same text; CosyVoice3's CausalHiFTGenerator has a
-``decode`` of its own there, which is left alone, and its causal blocks run upstream's code, counted as fallbacks.
+its main branch (commit ace7c47f41bb) the patched functions are the same text. Residual blocks of CosyVoice3 are of the
+same class there, and served by the same replacement (cosyvoice3.py has the rest).
 """
 
 from __future__ import annotations
 
-import importlib
-
 from voxfuse.patches import _cosyvoice_lm, _hift
+from voxfuse.patches._cosyvoice_import import ACTIVATION, CONVOLUTION, HIFT, load_cosyvoice2
 from voxfuse.patches.spec import StackPatches
 
-HIFT = "cosyvoice.hifigan.generator"
-ACTIVATION = "cosyvoice.transformer.activation"
-
-
-def _load() -> None:
-    # Not the language model's module: it needs torchaudio and transformers, and sets up logging. The planner imports it
-    # where the stack is named.
-    for module in (HIFT, ACTIVATION):
-        importlib.import_module(module)
-
-
+# The language model's module is not among what ``load`` imports: it needs torchaudio and transformers, and sets up
+# logging. The planner imports it where the stack is named.
 COSYVOICE2 = StackPatches(
     name="cosyvoice2",
     distribution="cosyvoice-minicpmo",
     modules=(HIFT, ACTIVATION, _cosyvoice_lm.LM),
-    load=_load,
+    load=load_cosyvoice2,
     sources={
         "0.1.0": {
             **_cosyvoice_lm.SOURCES,
@@ -38,5 +28,5 @@ COSYVOICE2 = StackPatches(
             f"{ACTIVATION}:Snake.forward": "b4bb6d855788163786649c2bd415bc7d6d00dd6db1c97ce6e5c0d208bab82a6b",
         }
     },
-    patches=(*_hift.patches(HIFT, ACTIVATION), *_cosyvoice_lm.PATCHES),
+    patches=(*_hift.patches(_hift.Modules(HIFT, ACTIVATION, CONVOLUTION)), *_cosyvoice_lm.PATCHES),
 )

@@ -38,6 +38,12 @@ def _cosyvoice2() -> StackPatches:
     return COSYVOICE2
 
 
+def _cosyvoice3() -> StackPatches:
+    from voxfuse.patches.cosyvoice3 import cosyvoice3
+
+    return cosyvoice3()
+
+
 def _chatterbox() -> StackPatches:
     from voxfuse.patches.chatterbox import CHATTERBOX
 
@@ -53,6 +59,7 @@ def _transformers() -> StackPatches:
 STACKS: dict[str, Callable[[], StackPatches]] = {
     "kokoro": _kokoro,
     "cosyvoice2": _cosyvoice2,
+    "cosyvoice3": _cosyvoice3,
     "chatterbox": _chatterbox,
     "transformers": _transformers,
 }
