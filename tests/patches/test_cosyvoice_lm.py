@@ -184,3 +184,21 @@ def test_a_short_mask_that_this_transformers_pads_runs_upstream(monkeypatch):
         assert list(speak(model, ratios=(4, 4))) == expected
         (reason,) = receipt(patches).fallbacks
         assert reason == _decoding.SHORT_MASK and not receipt(patches).calls
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("sampling", [None, greedy])
+def test_tokens_and_random_stream_on_a_gpu(sampling):
+    model = language_model(sampling=sampling, device="cuda")
+    expected = list(speak(model))
+    following = torch.rand(3, device="cuda")
+    with voxfuse.apply_patches(model, include=["decode_graph", "ras_sampling"]) as patches:
+        with voxfuse.capturing():
+            assert list(speak(model)) == expected
+        assert list(speak(model)) == expected
+        assert torch.equal(torch.rand(3, device="cuda"), following), "the generator is not where upstream leaves it"
+        found, other = receipt(patches), receipt(patches, "ras_sampling")
+        assert (found.calls, found.fallbacks) == (2 * STEPS * OPS, {})
+        assert (other.calls, len(other.fallbacks)) == ((2 * 300, 0) if sampling is None else (0, 1))
+    assert list(speak(model)) == expected
