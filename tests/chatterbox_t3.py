@@ -25,6 +25,16 @@ SMALL = {
     "max_position_embeddings": 1024,
 }
 
+RELEASED = {  # Llama_520M
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+}
+
 
 def importable():
     """The module of T3, or None where the distribution or transformers is absent."""
@@ -50,8 +60,11 @@ def upstream():
     return module
 
 
-def text_to_speech_tokens(monkeypatch, multilingual=False, **changes):
-    """A T3 with random weights whose sizes are ``SMALL``, but for the changes."""
+def text_to_speech_tokens(monkeypatch, multilingual=False, spread=0.2, **changes):
+    """A T3 with random weights whose sizes are ``SMALL``, but for the changes.
+
+    ``spread``: of the noise that is added to upstream's initial weights.
+    """
     module = upstream()
     configs = sys.modules["chatterbox.models.t3.llama_configs"].LLAMA_CONFIGS
     monkeypatch.setitem(configs, "small", configs["Llama_520M"] | SMALL | changes)
@@ -63,19 +76,19 @@ def text_to_speech_tokens(monkeypatch, multilingual=False, **changes):
     model = module.T3(settings).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-        model.speech_head.weight[settings.stop_speech_token].zero_()
+            parameter.add_(spread * torch.randn_like(parameter))
+        model.speech_head.weight[settings.stop_speech_token].zero_()  # hardly an end before the length asked for
     return model
 
 
 def speak(model, tokens=40, seed=5, **options):
     """Speech tokens of upstream's ``inference``."""
     module = upstream()
-    text = torch.tensor([[model.hp.start_text_token, 3, 9, 4, 1, 5, model.hp.stop_text_token]] * 2)
     device = model.device
+    text = torch.tensor([[model.hp.start_text_token, 3, 9, 4, 1, 5, model.hp.stop_text_token]] * 2, device=device)
     condition = module.T3Cond(
         speaker_emb=torch.linspace(-1, 1, model.hp.speaker_embed_size, device=device)[None],
         emotion_adv=0.5 * torch.ones(1, 1, 1, device=device),
     )
     torch.manual_seed(seed)
-    return model.inference(t3_cond=condition, text_tokens=text.to(device), max_new_tokens=tokens, **options)[0].tolist()
+    return model.inference(t3_cond=condition, text_tokens=text, max_new_tokens=tokens, **options)[0].tolist()

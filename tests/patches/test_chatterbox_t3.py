@@ -1,5 +1,7 @@
 """The patch of Chatterbox's T3 on its real class: upstream's tokens, and attention maps where they are read."""
 
+import functools
+
 import chatterbox_t3
 import pytest
 import torch
@@ -18,11 +20,8 @@ def graphs(monkeypatch):
     chatterbox_t3.upstream()
     FakeArena.made, FakeArena.fail = [], None
 
-    class Recorded(decode_cache.CachedDecoding):
-        def __init__(self, *args, **options):
-            super().__init__(*args, arena=FakeArena, **options)
-
-    monkeypatch.setattr(_decoding, "CachedDecoding", Recorded)
+    made = functools.partial(decode_cache.CachedDecoding, arena=FakeArena)
+    monkeypatch.setattr(_decoding, "CachedDecoding", made)
 
 
 def patched(target="chatterbox"):
@@ -34,19 +33,25 @@ def receipt(patches):
     return found
 
 
-@pytest.mark.parametrize("by_class", [True, False])
-def test_two_hundred_and_fifty_tokens_are_upstreams(monkeypatch, by_class):
+def test_two_hundred_and_fifty_tokens_are_upstreams(monkeypatch):
     model = text_to_speech_tokens(monkeypatch)
     expected = speak(model, 250)
     assert len(expected) == 250 and len(set(expected)) > 50
-    with patched("chatterbox" if by_class else model) as patches, voxfuse.capturing():
+    with patched() as patches, voxfuse.capturing():
         for _ in range(2):
             assert speak(model, 250) == expected
-        if by_class:
-            found = receipt(patches)
-            assert (found.status, found.calls, found.fallbacks) == ("applied", 2 * 250 * OPS, {})
-            assert len(FakeArena.made) == 2  # 256 and 512 tokens, of two rows each
+        found = receipt(patches)
+        assert (found.status, found.calls, found.fallbacks) == ("applied", 2 * 250 * OPS, {})
+        assert len(FakeArena.made) == 2  # 256 and 512 tokens, of two rows each
     assert speak(model, 250) == expected
+
+
+def test_a_model_instance_is_told_to_be_patched_by_name(monkeypatch):
+    model = text_to_speech_tokens(monkeypatch)
+    speak(model, 3)  # leaves a backend of this generation in the model
+    with patched(model) as patches:
+        found = receipt(patches)
+        assert found.status == "skipped" and "by name" in found.reason
 
 
 def test_greedy_without_guidance(monkeypatch):
@@ -67,3 +72,15 @@ def test_the_alignment_analyser_still_sees_attention_maps(monkeypatch):
         assert not found.calls and found.fallbacks == {_chatterbox_t3.ANALYSED: len(expected)}
     again = model.patched_model.alignment_stream_analyzer.alignment
     assert again.shape[0] >= 3 and torch.equal(again, aligned)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_tokens_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(_decoding, "CachedDecoding", decode_cache.CachedDecoding)
+    model = text_to_speech_tokens(monkeypatch).cuda()
+    expected = speak(model, 250)
+    with voxfuse.apply_patches("chatterbox", include=["decode_graph"]) as patches, voxfuse.capturing():
+        for _ in range(2):
+            assert speak(model, 250) == expected
+        assert (receipt(patches).calls, receipt(patches).fallbacks) == (2 * 250 * OPS, {})

@@ -2,16 +2,19 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import cosyvoice_lm
 import pytest
 import torch
 from cosyvoice_lm import greedy, language_model, speak, speak_bistream
+from cosyvoice_sampling import ras_sampling
 from fake_arena import FakeArena
 
 import voxfuse
 from voxfuse.fusions import decode_cache
-from voxfuse.patches import _decoding
+from voxfuse.kernels._op import Run
+from voxfuse.patches import _cosyvoice_lm, _decoding
 
 NO_LANE = "no lane of 1 rows × {}: warm up inside voxfuse.capturing()"
 STEPS = 300 - 1  # of ``speak``: five tokens of text, sixty of speech for each; the first comes with the prefill
@@ -184,3 +187,48 @@ def test_a_short_mask_that_this_transformers_pads_runs_upstream(monkeypatch):
         assert list(speak(model, ratios=(4, 4))) == expected
         (reason,) = receipt(patches).fallbacks
         assert reason == _decoding.SHORT_MASK and not receipt(patches).calls
+
+
+def test_sampling_as_the_repositorys_main_branch_defines_it(request):
+    """There the end is ruled out by its score, a repeated token by its own, and tokens are integers."""
+    import cosyvoice.utils.common
+
+    run = Run("reference", request.node.nodeid)
+    build = next(p.build for p in _cosyvoice_lm.PATCHES_OF_CHECKOUT if p.target == _cosyvoice_lm.SAMPLING_IDS)
+    sampling_ids = build(None, run)
+    model = SimpleNamespace(sampling=cosyvoice.utils.common.ras_sampling, speech_token_size=2)
+    tokens, ends = [], []
+    for pick in (
+        lambda scores, decoded, ignore: sampling_ids(model, scores, decoded, 25, ignore_eos=ignore),
+        lambda scores, decoded, ignore: ras_sampling(
+            scores.index_fill(0, torch.tensor(2), -torch.inf) if ignore else scores, decoded
+        ),
+    ):
+        torch.manual_seed(8)
+        table, decoded = 2.0 * torch.randn(30, 30), []
+        table[:, 2] += 2.0
+        for index in range(200):
+            scores = table[decoded[-1] if decoded else 0].log_softmax(dim=0)
+            decoded.append(pick(scores, decoded, index < 100))
+        tokens.append(decoded)
+        ends.append(torch.rand(3))
+    assert tokens[0] == tokens[1] and torch.equal(*ends)
+    assert 2 not in tokens[0][:100] and 2 in tokens[0][100:] and len(set(tokens[0])) > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("sampling", [None, greedy])
+def test_tokens_and_random_stream_on_a_gpu(sampling):
+    model = language_model(sampling=sampling, device="cuda")
+    expected = list(speak(model))
+    following = torch.rand(3, device="cuda")
+    with voxfuse.apply_patches(model, include=["decode_graph", "ras_sampling"]) as patches:
+        with voxfuse.capturing():
+            assert list(speak(model)) == expected
+        assert list(speak(model)) == expected
+        assert torch.equal(torch.rand(3, device="cuda"), following), "the generator is not where upstream leaves it"
+        found, other = receipt(patches), receipt(patches, "ras_sampling")
+        assert (found.calls, found.fallbacks) == (2 * STEPS * OPS, {})
+        assert (other.calls, len(other.fallbacks)) == ((2 * 300, 0) if sampling is None else (0, 1))
+    assert list(speak(model)) == expected

@@ -53,4 +53,12 @@ def _forward(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
     return forward
 
 
-PATCHES = (Patch(fusion=DECODE_GRAPH, target=STEP, absorbs=(STEP, INFERENCE), build=_forward),)
+PATCHES = (
+    Patch(
+        fusion=DECODE_GRAPH,
+        target=STEP,
+        absorbs=(STEP, INFERENCE),
+        build=_forward,
+        by_name_only="T3 makes a new T3HuggingfaceBackend for each generation",
+    ),
+)

@@ -85,7 +85,9 @@ class Planner:
                 continue
             owners = functools.partial(_instance_owners, model, self._seals.within(model))
             for patch in stack.patches:
-                if patch.target.partition(":")[0] in sys.modules:
+                if patch.by_name_only is not None:
+                    steps.append(scope.skip(patch, Why.ABSENT, f"patch the stack by name: {patch.by_name_only}"))
+                elif patch.target.partition(":")[0] in sys.modules:
                     steps.append(self._patch(scope, patch, owners))
                 else:  # a module of a large library that nobody has loaded: no instance of it exists
                     steps.append(scope.skip(patch, Why.ABSENT, _nothing_in_model(patch)))
