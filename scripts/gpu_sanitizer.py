@@ -34,6 +34,7 @@ from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
 from voxfuse.kernels.sampler import sample
 from voxfuse.kernels.sine_source import sine_source
 from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
+from voxfuse.kernels.small_attention import small_attention
 from voxfuse.kernels.snake import snake
 from voxfuse.kernels.stft import stft_complex, stft_polar
 from voxfuse.kernels.swiglu import swiglu
@@ -149,6 +150,8 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
         yield qk_norm_rope, (*heads_of_token, *rope)
         slots = torch.tensor([[keys - 1], [2]], device=device)
         yield qk_norm_rope_cached, (*heads_of_token, normal(2, 1, kv_heads, 64), *kv, slots, *rope)
+        few = normal(2, kv_heads, 17, 64), normal(2, kv_heads, 17, 64), torch.tensor([16, 0], device=device)
+        yield small_attention, (*heads_of_token, normal(2, 1, kv_heads, 64), *few, *rope, 0.125)
 
 
 @torch.no_grad()

@@ -37,10 +37,10 @@ def everywhere(monkeypatch):
     monkeypatch.setattr(skinny_gemm, "MOST_ROWS", Choice(lambda *key: True))
 
 
-def generation(model, run, prompts=PROMPTS):
+def generation(model, run, prompts=PROMPTS, capacity=256):
     """A function that decodes one token of each row through ``step``: ids to logits [rows, vocabulary]."""
     past, _, lengths = prefill(model, prompts)
-    cache = empty_cache(model.model, len(prompts), 256)
+    cache = empty_cache(model.model, len(prompts), capacity)
     adopt(cache, past, lengths)
     lengths = torch.tensor(lengths)
 
@@ -94,6 +94,20 @@ def test_kernels_in_the_interpreter(name, dtype, everywhere, request):
     assert error(mine, true) <= bound
     tally = TALLIES.of(run.receipt)
     assert not tally.fallbacks and tally.calls == 2 * (2 * 6 + 1)  # six a layer, and the norm with the head
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_of_few_tokens_as_of_a_code_predictor(name, everywhere, request):
+    model = tiny(name, layers=2)
+    short, theirs = generation(model, REFERENCE, capacity=32), upstream(model)
+    interpreted = generation(model, Run("interpreter", request.node.nodeid), capacity=32)
+    for token in map(torch.tensor, ([3, 8, 1], [5, 4, 9])):
+        expected = theirs(token)
+        for ours in (short, interpreted):
+            torch.testing.assert_close(ours(token), expected, rtol=1e-4, atol=1e-5)
+    tally = TALLIES.of(request.node.nodeid)
+    assert not tally.fallbacks and tally.calls == 2 * (2 * 5 + 1)
 
 
 class Counting(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""One token of a Qwen2, Qwen3 or Llama decoder of transformers over a static cache, in six to ten kernels a layer.
+"""One token of a Qwen2, Qwen3 or Llama decoder of transformers over a static cache, in five to ten kernels a layer.
 
 ``step`` takes the module as upstream built it. Beside it lie packed weights (query, key and value projections merged,
 gate and up projections merged, a table of rotary embeddings): they cost their own size in memory once more.
@@ -6,6 +6,7 @@ A layer is: residual addition and RMSNorm · QKV product · head norms, rotary e
 the cache (two kernels, one where the cache is short) · output product · residual addition and RMSNorm · gate and up
 product · SwiGLU · down product. cuBLAS may add a kernel to a product that it splits. Where ``skinny_gemm`` was
 measured to be faster (``fastest``), norm, SwiGLU and addition are in the products' own kernels: six or seven a layer.
+Over a cache of at most 32 tokens ``small_attention`` turns, writes and attends in one kernel.
 Layouts: embeddings [rows, 1, hidden]; cache keys and values [layers, rows, kv_heads, capacity, head_dim]; ``lengths``
 int64 [rows] on the device: tokens of each row that the cache holds, which is also the position and the slot of the new
 one. What the cache holds behind a row's end is never read. A row whose length is the capacity is not written: the host
@@ -31,6 +32,7 @@ from voxfuse.kernels._packs import pack
 from voxfuse.kernels.gqa_decode import MAX_HEAD_DIM, MAX_QUERIES, gqa_decode
 from voxfuse.kernels.qk_norm_rope_cached import qk_norm_rope_cached
 from voxfuse.kernels.rmsnorm import FLOAT_TYPES
+from voxfuse.kernels.small_attention import MAX_KEYS, small_attention
 
 DECODERS = {"Qwen2Model": "Qwen2", "Qwen3Model": "Qwen3", "LlamaModel": "Llama"}
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not follow the length
@@ -109,11 +111,13 @@ def _attend(
     eps = 0.0
     if hasattr(attention, "q_norm"):
         q_weight, k_weight, eps = attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
-    turned = qk_norm_rope_cached(
-        q, k, v, keys, values, slots, cos, sin, q_weight, k_weight, eps, ORDER, "half", [], False, False, run=run
-    )
+    rope: tuple[Any, ...] = (cos, sin, q_weight, k_weight, eps, ORDER, "half", [], False, False)
     window = getattr(attention, "sliding_window", None) or 0
-    y = gqa_decode(turned.transpose(1, 2), keys, values, valid, None, attention.scaling, False, window, run=run)
+    if keys.shape[2] <= MAX_KEYS and not window:
+        y = small_attention(q, k, v, keys, values, slots, *rope, attention.scaling, run=run)
+    else:
+        turned = qk_norm_rope_cached(q, k, v, keys, values, slots, *rope, run=run)
+        y = gqa_decode(turned.transpose(1, 2), keys, values, valid, None, attention.scaling, False, window, run=run)
     return y.flatten(2)
 
 
