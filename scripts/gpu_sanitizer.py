@@ -24,6 +24,7 @@ from voxfuse.kernels._op import TALLIES, FusedOp, Run
 from voxfuse.kernels.adain import adain_act
 from voxfuse.kernels.adain_channels_last import adain_channels_last
 from voxfuse.kernels.gqa_decode import gqa_decode
+from voxfuse.kernels.held_source import held_source
 from voxfuse.kernels.istft import istft_limited, istft_polar
 from voxfuse.kernels.mean_act import mean_act
 from voxfuse.kernels.moments import moments, residual_moments
@@ -32,7 +33,7 @@ from voxfuse.kernels.qk_norm_rope_cached import qk_norm_rope_cached
 from voxfuse.kernels.ras_sampler import ras_sample
 from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
 from voxfuse.kernels.sampler import sample
-from voxfuse.kernels.sine_source import sine_source
+from voxfuse.kernels.sine_source import sine_source, stepped_source
 from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
 from voxfuse.kernels.small_attention import small_attention
 from voxfuse.kernels.snake import snake
@@ -113,6 +114,10 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
         samples = 300 * frames
         source = (100 + 50 * normal(2, samples)).abs(), torch.rand(2, 9, device=device), normal(2, samples, 9)
         yield sine_source, (*source, normal(1, 9), normal(1), None, 300, 24_000.0, 0.1, 0.003, 10.0)
+        ends = torch.tensor([frames, frames // 2], device=device)
+        f0, linear = source[0][:, ::300].contiguous(), (normal(1, 9), normal(1))
+        yield stepped_source, (f0, *source[1:], *linear, ends, 300, 24_000.0, 0.1, 0.003, 10.0)
+        yield held_source, (normal(2, frames, 9), f0, source[2], *linear, ends, 300, 0.1, 0.003, 10.0)
     for width in (7, 896, 1000):
         x, weight = normal(3, width), normal(width)
         yield rms_norm, (x, weight, 1e-6, "cast_then_scale")

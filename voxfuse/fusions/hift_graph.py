@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,6 +45,9 @@ MEMORY_CAP_BYTES = 8 * 2**30  # for each generator: 16 rows of 12 s take 4.5 GiB
 BEFORE = ("f0_predictor", "m_source")  # children whose work is done when ``decode`` is called
 
 
+Watch = Callable[[nn.Module], Weights]
+
+
 def axes(hift: Any) -> tuple[Axes, ...]:
     """Axes of mel, source, frames ahead (of a causal generator) and the waveform behind the rows; the length counts mel
     frames."""
@@ -63,7 +67,7 @@ def _none_foreign(_: nn.Module) -> None:
     return None
 
 
-class Runners:
+class Beside(ABC):
     """The graph runners of one fusion, one for each generator that it served, beside the module.
 
     ``foreign`` says why a generator is not upstream's own as it was tested, or None; asked once a generator.
@@ -79,6 +83,47 @@ class Runners:
         self._run, self._capture, self._arena, self._foreign = run, capture, arena, foreign
         self._held: WeakKeyDictionary[nn.Module, GraphRunner] = WeakKeyDictionary()
         self._lock = threading.Lock()
+
+    @abstractmethod
+    def _fault(self, hift: nn.Module) -> str | None:
+        """What in a generator rules its graphs out, asked of its structure."""
+
+    @abstractmethod
+    def _graphs(self, hift: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Axes, ...], Watch]:
+        """The call to capture (its ``run`` left out), the axes of its inputs and output, and what to watch."""
+
+    def _runner(self, hift: nn.Module) -> GraphRunner | str:
+        with self._lock:
+            held = self._held.get(hift)
+            if held is None:
+                with torch.no_grad():  # asked of its structure
+                    reason = self._foreign(hift) or self._fault(hift)
+                if reason is not None:
+                    return reason
+                call, (*inputs, output), weights = self._graphs(hift)
+                held = self._held[hift] = GraphRunner(
+                    hift,
+                    functools.partial(call, run=self._run),
+                    inputs,
+                    output,
+                    BUCKETS,
+                    memory_cap_bytes=MEMORY_CAP_BYTES,
+                    receipt=self._run.receipt,
+                    capture=self._capture,
+                    arena=self._arena,
+                    weights=weights,
+                )
+            return held
+
+
+class Runners(Beside):
+    """The graphs of ``decode``."""
+
+    def _fault(self, hift: nn.Module) -> str | None:
+        return foreign_part(hift)
+
+    def _graphs(self, hift: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Axes, ...], Watch]:
+        return _decode, axes(hift), _weights
 
     def decode(
         self,
@@ -113,29 +158,6 @@ class Runners:
         audio = runner.replay(found, *tensors, lengths=lengths)
         return audio[:, : audio.shape[1] - held_back * samples_per_frame(hift)] if held_back else audio
 
-    def _runner(self, hift: nn.Module) -> GraphRunner | str:
-        with self._lock:
-            held = self._held.get(hift)
-            if held is None:
-                with torch.no_grad():  # asked of its structure
-                    reason = self._foreign(hift) or foreign_part(hift)
-                if reason is not None:
-                    return reason
-                *inputs, output = axes(hift)
-                held = self._held[hift] = GraphRunner(
-                    hift,
-                    functools.partial(_decode, run=self._run),
-                    inputs,
-                    output,
-                    BUCKETS,
-                    memory_cap_bytes=MEMORY_CAP_BYTES,
-                    receipt=self._run.receipt,
-                    capture=self._capture,
-                    arena=self._arena,
-                    weights=_weights,
-                )
-            return held
-
 
 def _before(hift: nn.Module) -> list[str]:
     return [name for name in BEFORE if isinstance(getattr(hift, name, None), nn.Module)]
@@ -147,10 +169,14 @@ def _weights(hift: nn.Module) -> Weights:
 
 def unsupported(hift: Any, run: Run, mel: torch.Tensor, source: torch.Tensor) -> str | None:
     """Why a call with these inputs must run upstream's code, or None."""
-    device = mel.device
+    return on_gpu(run, mel.device) or unsuited(hift, mel, source)
+
+
+def on_gpu(run: Run, device: torch.device) -> str | None:
+    """Why there are no graphs with this backend or on this device, or None."""
     if run.backend != "triton" or device.type != "cuda":
         return "graphs need a CUDA GPU and backend 'triton'"
-    return unsuited(hift, mel, source)
+    return None
 
 
 def unsuited(hift: Any, mel: torch.Tensor, source: torch.Tensor) -> str | None:

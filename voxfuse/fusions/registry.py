@@ -8,6 +8,7 @@ from voxfuse.fusions.adain_resblock import ADAIN_LEAKY_RELU, ADAIN_SNAKE
 from voxfuse.fusions.decode_graph import DECODE_GRAPH
 from voxfuse.fusions.decoder_graph import DECODER_GRAPH
 from voxfuse.fusions.hift_graph import HIFT_GRAPH
+from voxfuse.fusions.hift_source_graph import HIFT_SOURCE_GRAPH
 from voxfuse.fusions.kokoro_text import TEXT_GRAPH
 from voxfuse.fusions.snake_conv_block import SNAKE_CONV_BLOCK
 from voxfuse.fusions.source import SINE_SOURCE
@@ -28,6 +29,7 @@ FUSIONS: dict[str, Fusion] = {
         ISTFT_POLAR,
         SINE_SOURCE,
         HIFT_GRAPH,
+        HIFT_SOURCE_GRAPH,
         SNAKE_CONV_BLOCK,
         DECODE_GRAPH,
         RAS_SAMPLING,

@@ -1,4 +1,4 @@
-"""CosyVoice3 (the repository FunAudioLLM/CosyVoice, no distribution): CausalHiFTGenerator from CUDA graphs.
+"""CosyVoice3 (the repository FunAudioLLM/CosyVoice, no distribution): causal HiFT and language model.
 
 The classes are those of a checkout (``_cosyvoice_import``), or of the driver's reference where only that is loaded. A
 checkout has no release: its sources are compared with those of the main branch at commit ace7c47f41bb. The reference is
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 
-from voxfuse.patches import _hift
-from voxfuse.patches._cosyvoice_import import ACTIVATION, CONVOLUTION, HIFT, load_cosyvoice3
+from voxfuse.patches import _cosyvoice_lm, _hift
+from voxfuse.patches._cosyvoice_import import ACTIVATION, CONVOLUTION, F0_PREDICTOR, HIFT, load_cosyvoice3
+from voxfuse.patches.cosyvoice import COMMIT, SOURCE_OF_CHECKOUT
 from voxfuse.patches.guards import resolve, source_sha256
 from voxfuse.patches.spec import StackPatches
 
@@ -20,10 +21,17 @@ DISTRIBUTION = "FunAudioLLM-CosyVoice"
 COSYVOICE3 = StackPatches(
     name="cosyvoice3",
     distribution=DISTRIBUTION,
-    modules=(HIFT, ACTIVATION, CONVOLUTION),
+    modules=(HIFT, ACTIVATION, CONVOLUTION, F0_PREDICTOR, _cosyvoice_lm.LM),
     load=load_cosyvoice3,
     sources={
-        "ace7c47f41bb": {
+        COMMIT: SOURCE_OF_CHECKOUT
+        | _cosyvoice_lm.SOURCES_OF_CHECKOUT
+        | {
+            f"{HIFT}:CausalHiFTGenerator.inference": "15fc6a4ccc20647e058433d28fa792940030698708f146b5f65657874f265e6d",
+            f"{F0_PREDICTOR}:CausalConvRNNF0Predictor.forward": (
+                "1a24edd2e6412103de1997b7a671e96a02498f116a879346f4f1a074f12910a4"
+            ),
+            f"{HIFT}:SineGen2._f02uv": "1fe169eb68ea2b4b85d059ffdd4e938a2655eb75f9a7da2a6e3c1560d470fc6d",
             f"{HIFT}:CausalHiFTGenerator.decode": "9be0606041d5f007c3f0b585c4c12c348ab17b35eaa33488fa067c7141181385",
             f"{HIFT}:CausalHiFTGenerator._stft": "7222fb613611191b600b35a96262b9a2df51269288c76eb79a29ae9455bc5c1a",
             f"{HIFT}:CausalHiFTGenerator._istft": "8b9f442af11cb4081c256644bd91d49db3a773a13e6e1e87c3db2e16d330835b",
@@ -38,7 +46,10 @@ COSYVOICE3 = StackPatches(
             ),
         }
     },
-    patches=_hift.patches(_hift.Modules(HIFT, ACTIVATION, CONVOLUTION, causal=True)),
+    patches=(
+        *_hift.patches(_hift.Modules(HIFT, ACTIVATION, CONVOLUTION, F0_PREDICTOR, causal=True)),
+        *_cosyvoice_lm.PATCHES_OF_CHECKOUT,
+    ),
 )
 
 
@@ -49,7 +60,7 @@ def cosyvoice3() -> StackPatches:
 
 
 def _reference() -> StackPatches:
-    patches = _hift.patches(_hift.Modules(REFERENCE, REFERENCE, REFERENCE, causal=True))
+    patches = _hift.patches(_hift.Modules(REFERENCE, REFERENCE, REFERENCE, REFERENCE, causal=True))
     paths = {path for patch in patches for path in patch.absorbs}
     return StackPatches(
         name="cosyvoice3",

@@ -33,9 +33,9 @@ def _kokoro() -> StackPatches:
 
 
 def _cosyvoice2() -> StackPatches:
-    from voxfuse.patches.cosyvoice import COSYVOICE2
+    from voxfuse.patches.cosyvoice import cosyvoice2
 
-    return COSYVOICE2
+    return cosyvoice2()
 
 
 def _cosyvoice3() -> StackPatches:
