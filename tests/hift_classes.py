@@ -1,4 +1,5 @@
-"""The real HiFT classes of CosyVoice2 (``cosyvoice-minicpmo``) and Chatterbox (``chatterbox-tts``), small and random.
+"""The real HiFT classes of CosyVoice2 (``cosyvoice-minicpmo``) and Chatterbox (``chatterbox-tts``), small and random;
+those of CosyVoice3 from the checkout that COSYVOICE_HOME names (and then CosyVoice2's too), else our reference.
 
 Both distributions are installed without what they depend on, so two things of their imports are stood in for: SciPy's
 ``get_window``, the only function of it that HiFT calls, and the ``__init__`` files of chatterbox, which import the
@@ -7,6 +8,7 @@ whole stack.
 
 import importlib
 import importlib.util
+import os
 import sys
 from types import ModuleType
 
@@ -14,8 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-MODULES = {"cosyvoice2": "cosyvoice.hifigan.generator", "chatterbox": "chatterbox.models.s3gen.hifigan"}
-PREDICTORS = {"cosyvoice2": "cosyvoice.hifigan.f0_predictor", "chatterbox": "chatterbox.models.s3gen.f0_predictor"}
+from voxfuse.patches import _cosyvoice_import
+from voxfuse.patches.cosyvoice3 import REFERENCE
+
+CHECKOUT = bool(os.environ.get(_cosyvoice_import.HOME))
+MODULES = {
+    "cosyvoice2": _cosyvoice_import.HIFT,
+    "chatterbox": "chatterbox.models.s3gen.hifigan",
+    "cosyvoice3": _cosyvoice_import.HIFT if CHECKOUT else REFERENCE,
+}
+PREDICTORS = {
+    "cosyvoice2": _cosyvoice_import.F0_PREDICTOR,
+    "chatterbox": "chatterbox.models.s3gen.f0_predictor",
+    "cosyvoice3": _cosyvoice_import.F0_PREDICTOR if CHECKOUT else REFERENCE,
+}
+SHORT_NOISE_SAMPLES = 30 * 24_000  # of the reference: upstream's five minutes take half a second to draw
 BINS = 20
 SMALL = {
     "in_channels": BINS,
@@ -26,6 +41,7 @@ SMALL = {
     "upsample_kernel_sizes": [8, 7],
     "resblock_kernel_sizes": [3, 7, 11],
     "source_resblock_kernel_sizes": [7, 11],
+    "source_resblock_dilation_sizes": [[1, 3, 5]] * 2,
 }
 RELEASED = {
     "sampling_rate": 24_000,
@@ -38,6 +54,8 @@ RELEASED = {
 
 def importable(stack):
     """Whether the distribution of a stack is installed; then its HiFT module is imported and returned, else None."""
+    if CHECKOUT and stack != "chatterbox":
+        _cosyvoice_import.use_checkout()
     top = MODULES[stack].partition(".")[0]
     if top not in sys.modules and importlib.util.find_spec(top) is None:
         return None
@@ -52,7 +70,10 @@ def importable(stack):
             patch.setitem(sys.modules, "scipy", scipy)
             patch.setitem(sys.modules, "scipy.signal", signal)
         importlib.import_module(PREDICTORS[stack])
-        return importlib.import_module(MODULES[stack])
+        module = importlib.import_module(MODULES[stack])
+    if module.__name__ == REFERENCE:
+        module.NOISE_SAMPLES = SHORT_NOISE_SAMPLES
+    return module
 
 
 def _get_window(kind, samples, fftbins):
@@ -71,11 +92,12 @@ def upstream(stack):
 def generator(stack, **settings):
     """A HiFTGenerator with random parameters where upstream's initial ones hide a mistake: alphas and biases."""
     module = upstream(stack)
-    settings = SMALL | settings
-    predictor = sys.modules[PREDICTORS[stack]].ConvRNNF0Predictor(
+    causal = "Causal" if stack == "cosyvoice3" else ""
+    settings = SMALL | ({"nb_harmonics": 8} if causal else {}) | settings  # its random phases are of nine
+    predictor = vars(sys.modules[PREDICTORS[stack]])[f"{causal}ConvRNNF0Predictor"](
         in_channels=settings.get("in_channels", 80), cond_channels=16
     )
-    hift = module.HiFTGenerator(**settings, f0_predictor=predictor)
+    hift = vars(module)[f"{causal}HiFTGenerator"](**settings, f0_predictor=predictor)
     with torch.no_grad():
         for name, parameter in hift.named_parameters():
             if name.endswith("alpha"):

@@ -1,4 +1,4 @@
-"""Arms of what a language model does for one token: norms, rotary embeddings, gated units, attention."""
+"""Arms of what a language model does for one token: norms, rotary embeddings, gated units, attention, projections."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from voxfuse.kernels.gqa_decode import gqa_decode
 from voxfuse.kernels.qk_norm_rope import qk_norm_rope
 from voxfuse.kernels.rmsnorm import rms_norm
+from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
 from voxfuse.kernels.swiglu import swiglu
 from voxfuse.microbench.operation import Operation, around
 from voxfuse.microbench.peers import Peer
@@ -45,6 +46,17 @@ def gqa_decode_inputs(case: Case, generator: torch.Generator) -> Inputs:
     return q, k, v, None, None, float(case.parameters["scale"]), True, 0
 
 
+def projection_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """The arguments of skinny_linear, or of skinny_swiglu where the case has a gate; absent tensors are None."""
+    tensors, x = case.tensors, around(0.0, 1.0, case.tensors["x"], generator)
+    names = [name for name in ("weight", "gate", "up") if name in tensors]
+    weights = [around(0.0, x.shape[-1] ** -0.5, tensors[name], generator) for name in names]
+    others = ("gate_bias", "up_bias") if "gate" in tensors else ("bias", "residual")
+    given = [around(0.0, 1.0, tensors[name], generator) if name in tensors else None for name in others]
+    norm = around(1.0, 0.3, tensors["norm_weight"], generator) if "norm_weight" in tensors else None
+    return x, *weights, *given, norm, float(case.parameters["eps"]), str(case.parameters["order"])
+
+
 def liger(function: str, module: str, arguments: Callable[..., Inputs]) -> Peer:
     """An autograd function of Liger-Kernel."""
     return Peer(
@@ -76,6 +88,8 @@ OPERATIONS: dict[str, Operation] = {
         "a SwiGLU",
         (liger("LigerSiLUMulFunction", "swiglu", lambda gate, up: (gate, up)),),
     ),
+    "skinny_gemm": Operation(skinny_linear, projection_inputs, "a product of a few rows with its norm and residual"),
+    "skinny_swiglu": Operation(skinny_swiglu, projection_inputs, "a product of a few rows with norm and SwiGLU"),
     "qk_norm_rope": Operation(qk_norm_rope, qk_norm_rope_inputs, "a norm with rotary embedding and eager's roundings"),
     "gqa_attention": Operation(
         gqa_decode,

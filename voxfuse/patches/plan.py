@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +70,10 @@ class Planner:
         return [self._patch(scope, patch, self._class_owner) for patch in stack.patches]
 
     def model(self, model: nn.Module) -> list[Step]:
-        """Plan one model: the modules in it that are instances of a supported stack's classes."""
+        """Plan one model: the modules in it that are instances of a supported stack's classes.
+
+        Where two stacks have a class in common, one that fits is enough: the other's failure is no receipt.
+        """
         steps: list[Step] = []
         for name in registry.STACKS:
             stack = registry.patches_of(name)
@@ -80,10 +85,14 @@ class Planner:
                 continue
             owners = functools.partial(_instance_owners, model, self._seals.within(model))
             for patch in stack.patches:
-                if patch.target.partition(":")[0] in sys.modules:
+                if patch.by_name_only is not None:
+                    steps.append(scope.skip(patch, Why.ABSENT, f"patch the stack by name: {patch.by_name_only}"))
+                elif patch.target.partition(":")[0] in sys.modules:
                     steps.append(self._patch(scope, patch, owners))
                 else:  # a module of a large library that nobody has loaded: no instance of it exists
                     steps.append(scope.skip(patch, Why.ABSENT, _nothing_in_model(patch)))
+        served = {step.entry.target for step in steps if step.entry.why is Why.APPLIED}
+        steps = [step for step in steps if step.entry.why is not Why.FAILED or step.entry.target not in served]
         if not steps:
             kind = type(model)
             where, reason = f"{kind.__module__}.{kind.__qualname__}", "no module of a supported stack in this model"
@@ -101,6 +110,8 @@ class Planner:
             return scope.skip(patch, Why.CHOSEN, reason)
         if (served := scope.served.get(patch.target)) is not None:
             return scope.skip(patch, Why.CHOSEN, f"fusion {served} serves this target")
+        if (absent := _absent_module(patch, scope.explicit)) is not None:
+            return scope.skip(patch, Why.ABSENT, absent)
         sources = check_sources(scope.stack, patch, scope.version)
         if sources.problem is not None:
             return scope.skip(patch, Why.FAILED, sources.problem)
@@ -131,7 +142,7 @@ class _Scope:
 
     def __init__(self, stack: StackPatches, explicit: bool) -> None:
         self.stack = stack
-        self._explicit = explicit
+        self.explicit = explicit
         self.served: dict[str, str] = {}  # the fusion that was planned for a target
         installed = installed_version(stack.distribution)
         self.version = installed or "unknown"
@@ -142,7 +153,7 @@ class _Scope:
     def entry(self, patch: Patch, why: Why, reason: str | None) -> Entry:
         name, target = patch.fusion.name, patch.target
         return Entry(
-            name, self.stack.name, target, "skipped", why, reason, versions=self._versions, explicit=self._explicit
+            name, self.stack.name, target, "skipped", why, reason, versions=self._versions, explicit=self.explicit
         )
 
     def skip(self, patch: Patch, why: Why, reason: str) -> Step:
@@ -167,6 +178,23 @@ def _not_importable(stack: StackPatches, error: Exception) -> str:
     if isinstance(error, ImportError) and installed_version(stack.distribution) is None:
         return f"{stack.distribution} is not installed"
     return f"{stack.distribution} cannot be imported: {type(error).__name__}: {error}"
+
+
+def _absent_module(patch: Patch, explicit: bool) -> str | None:
+    """Why a module that the stack's ``load`` left out is not there, or None. It is imported where the stack was named.
+
+    (A heavy part of a stack need not be loaded into a process that does not use it.)
+    """
+    for module in dict.fromkeys(path.partition(":")[0] for path in patch.absorbs):
+        if module in sys.modules:
+            continue
+        if not explicit:
+            return f"{module} is not imported: import it before, or name the stack"
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever a broken installation raises, the other patches must go on
+            return f"{module} cannot be imported: {type(error).__name__}: {error}"
+    return None
 
 
 def _instance_owners(model: nn.Module, sealed: dict[int, str], patch: Patch) -> tuple[list[Owner], Problems]:
@@ -213,7 +241,15 @@ def _matching(model: nn.Module, patch: Patch) -> list[nn.Module]:
         owner = resolve(patch.target).owner
     except LookupError:  # not loaded, so no instance of it exists; or renamed upstream, which a stack name reports
         return []
-    return [module for module in model.modules() if isinstance(owner, type) and isinstance(module, owner)]
+    if not isinstance(owner, type):
+        return []
+    return [m for m in model.modules() if isinstance(m, owner) and not _of_a_relative(type(m), owner, patch)]
+
+
+def _of_a_relative(kind: type, owner: type, patch: Patch) -> bool:
+    """Whether upstream itself, in the same module, wrote another method for a subclass: that is another target."""
+    home: Any = untouched(kind, method_name(patch))[0]
+    return home.__module__ == owner.__module__ and not issubclass(owner, home)
 
 
 def _nothing_in_model(patch: Patch) -> str:
