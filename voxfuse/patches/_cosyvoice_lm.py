@@ -35,6 +35,7 @@ COMMON = "cosyvoice.utils.common"
 STEP = f"{LM}:Qwen2Encoder.forward_one_step"
 SAMPLING_IDS = f"{LM}:TransformerLM.sampling_ids"
 RAS, NUCLEUS, RANDOM = (f"{COMMON}:{name}_sampling" for name in ("ras", "nucleus", "random"))
+TORCHAUDIO = ("torchaudio", "torchaudio.compliance", "torchaudio.compliance.kaldi")
 MAX_TRIALS = 100  # upstream's
 SETTINGS = ("top_p", "top_k", "win_size", "tau_r")
 
@@ -126,17 +127,16 @@ def load_language_model() -> ModuleType:
     assert Qwen2ForCausalLM is not None
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
-    stand_in = "torchaudio" not in sys.modules and importlib.util.find_spec("torchaudio") is None
-    if stand_in:
-        sys.modules["torchaudio"] = ModuleType("torchaudio")
+    absent = "torchaudio" not in sys.modules and importlib.util.find_spec("torchaudio") is None
+    stand_ins = {name: ModuleType(name) for name in TORCHAUDIO} if absent else {}
+    sys.modules.update(stand_ins)
     try:
-        importlib.import_module("cosyvoice.utils.file_utils")
+        return importlib.import_module(LM)
     finally:
-        if stand_in:
-            del sys.modules["torchaudio"]
+        for name in stand_ins:
+            del sys.modules[name]
         root.setLevel(level)
         root.handlers[:] = handlers
-    return importlib.import_module(LM)
 
 
 def _patches(checkout: bool) -> tuple[Patch, ...]:
