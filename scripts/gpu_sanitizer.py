@@ -23,6 +23,7 @@ from gpu_suite_state import NOT_REACHED, Row, Suite
 from voxfuse.kernels._op import TALLIES, FusedOp, Run
 from voxfuse.kernels.adain import adain_act
 from voxfuse.kernels.adain_channels_last import adain_channels_last
+from voxfuse.kernels.embedding_sum import embedding_sum
 from voxfuse.kernels.gqa_decode import gqa_decode
 from voxfuse.kernels.held_source import held_source
 from voxfuse.kernels.istft import istft_limited, istft_polar
@@ -130,6 +131,8 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
             yield skinny_linear, (x, gate, bias, residual, norm, 1e-6, "cast_then_scale")
             yield skinny_linear, (x, gate, None, None, None, 0.0, "cast_then_scale")
             yield skinny_swiglu, (x, gate, up, bias, None, norm, 1e-6, "cast_then_scale")
+        ids, starts = torch.tensor([[0, 4], [4, 0], [9, 9]], device=device), torch.tensor([0, 5], device=device)
+        yield embedding_sum, (ids, normal(10, inputs), starts, "each")  # the last token's ids are beyond the table
     for vocabulary in (7, 1000, 6561):
         noise = torch.rand(2, vocabulary, device=device) + 1e-3
         recent = torch.zeros(2, 10, dtype=torch.int64, device=device)

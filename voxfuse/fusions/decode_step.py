@@ -33,7 +33,17 @@ from voxfuse.kernels.gqa_decode import MAX_HEAD_DIM, MAX_QUERIES, gqa_decode
 from voxfuse.kernels.qk_norm_rope_cached import qk_norm_rope_cached
 from voxfuse.kernels.rmsnorm import FLOAT_TYPES
 from voxfuse.kernels.small_attention import MAX_KEYS, small_attention
+from voxfuse.records import Fusion, FusionPattern
 
+SMALL_ATTENTION = Fusion(
+    name="small_attention",
+    stacks=("transformers",),
+    operations=("q_norm, k_norm", "rotary embedding", "KV cache update", "attention over at most 32 keys"),
+    contract="same-precision",
+    envelope="fp32, fp16 or bf16, one token, at most 32 keys; inside decode_step over short caches; inference only",
+    kernels=("small_attention",),
+    patterns=(FusionPattern(modules=("Qwen3OmniMoeTalkerCodePredictorAttention",)),),
+)
 DECODERS = {"Qwen2Model": "Qwen2", "Qwen3Model": "Qwen3", "LlamaModel": "Llama"}
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not follow the length
 

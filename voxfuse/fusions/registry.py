@@ -6,6 +6,7 @@ from voxfuse.fusions._projections import SKINNY_GEMM
 from voxfuse.fusions.adain_conv_block import ADAIN_CONV_BLOCK
 from voxfuse.fusions.adain_resblock import ADAIN_LEAKY_RELU, ADAIN_SNAKE
 from voxfuse.fusions.decode_graph import DECODE_GRAPH
+from voxfuse.fusions.decode_step import SMALL_ATTENTION
 from voxfuse.fusions.decoder_graph import DECODER_GRAPH
 from voxfuse.fusions.hift_graph import HIFT_GRAPH
 from voxfuse.fusions.hift_source_graph import HIFT_SOURCE_GRAPH
@@ -37,6 +38,7 @@ FUSIONS: dict[str, Fusion] = {
         SWIGLU,
         GQA_ATTENTION,
         SKINNY_GEMM,
+        SMALL_ATTENTION,
     )
 }
 

@@ -11,6 +11,7 @@ from voxfuse.kernels.gqa_decode import gqa_decode
 from voxfuse.kernels.qk_norm_rope import qk_norm_rope
 from voxfuse.kernels.rmsnorm import rms_norm
 from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
+from voxfuse.kernels.small_attention import small_attention
 from voxfuse.kernels.swiglu import swiglu
 from voxfuse.microbench.operation import Operation, around
 from voxfuse.microbench.peers import Peer
@@ -57,6 +58,19 @@ def projection_inputs(case: Case, generator: torch.Generator) -> Inputs:
     return x, *weights, *given, norm, float(case.parameters["eps"]), str(case.parameters["order"])
 
 
+def small_attention_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """The arguments of small_attention, with every slot but the last held: the longest that a step sees."""
+    tensors = case.tensors
+    q, k, v, *caches = (around(0.0, 1.0, tensors[name], generator) for name in ("q", "k", "v", "k_cache", "v_cache"))
+    slots = torch.full(tensors["slots"].shape, caches[0].shape[2] - 1, device=generator.device)
+    angle = 3 * torch.randn(tensors["cos"].shape, generator=generator, device=generator.device)
+    tables = (table.to(q.dtype) for table in (angle.cos(), angle.sin()))
+    weights = (around(1.0, 0.3, tensors[name], generator) for name in ("q_weight", "k_weight"))
+    scale = float(case.parameters["scale"])
+    norm = float(case.parameters["eps"]), "cast_then_scale"
+    return q, k, v, *caches, slots, *tables, *weights, *norm, "half", [], False, False, scale
+
+
 def liger(function: str, module: str, arguments: Callable[..., Inputs]) -> Peer:
     """An autograd function of Liger-Kernel."""
     return Peer(
@@ -91,6 +105,9 @@ OPERATIONS: dict[str, Operation] = {
     "skinny_gemm": Operation(skinny_linear, projection_inputs, "a product of a few rows with its norm and residual"),
     "skinny_swiglu": Operation(skinny_swiglu, projection_inputs, "a product of a few rows with norm and SwiGLU"),
     "qk_norm_rope": Operation(qk_norm_rope, qk_norm_rope_inputs, "a norm with rotary embedding and eager's roundings"),
+    "small_attention": Operation(
+        small_attention, small_attention_inputs, "a norm, rotary embedding, cache write and attention in one"
+    ),
     "gqa_attention": Operation(
         gqa_decode,
         gqa_decode_inputs,
