@@ -1,21 +1,16 @@
 """The real HiFT classes of CosyVoice2 (``cosyvoice-minicpmo``) and Chatterbox (``chatterbox-tts``), small and random;
 those of CosyVoice3 from the checkout that COSYVOICE_HOME names (and then CosyVoice2's too), else our reference.
 
-Both distributions are installed without what they depend on, so two things of their imports are stood in for: SciPy's
-``get_window``, the only function of it that HiFT calls, and the ``__init__`` files of chatterbox, which import the
-whole stack.
+Both distributions are installed without what they depend on: the drivers' loader stands in for what is absent.
 """
 
-import importlib
-import importlib.util
 import os
 import sys
-from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
+from voxfuse.e2e.stacks import _hift_import
 from voxfuse.patches import _cosyvoice_import
 from voxfuse.patches.cosyvoice3 import REFERENCE
 
@@ -54,31 +49,14 @@ RELEASED = {
 
 def importable(stack):
     """Whether the distribution of a stack is installed; then its HiFT module is imported and returned, else None."""
-    if CHECKOUT and stack != "chatterbox":
-        _cosyvoice_import.use_checkout()
-    top = MODULES[stack].partition(".")[0]
-    if top not in sys.modules and importlib.util.find_spec(top) is None:
+    try:
+        generator, _ = getattr(_hift_import, stack)()
+    except ImportError:
         return None
-    if stack == "chatterbox":
-        for name in ("chatterbox", "chatterbox.models", "chatterbox.models.s3gen"):
-            if name not in sys.modules:
-                sys.modules[name] = importlib.util.module_from_spec(importlib.util.find_spec(name))
-    with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("scipy") is None:
-            scipy, signal = ModuleType("scipy"), ModuleType("scipy.signal")
-            signal.get_window = _get_window
-            patch.setitem(sys.modules, "scipy", scipy)
-            patch.setitem(sys.modules, "scipy.signal", signal)
-        importlib.import_module(PREDICTORS[stack])
-        module = importlib.import_module(MODULES[stack])
+    module = sys.modules[generator.__module__]
     if module.__name__ == REFERENCE:
         module.NOISE_SAMPLES = SHORT_NOISE_SAMPLES
     return module
-
-
-def _get_window(kind, samples, fftbins):
-    assert kind == "hann" and fftbins
-    return 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(samples) / samples)
 
 
 def upstream(stack):

@@ -59,7 +59,7 @@ KERNELS = {
     ),
 }  # fmt: skip
 SOURCES = ("sine_source", "stepped_source", "held_source")
-REGISTERS = {"stft": 144, "istft": 168, "sine_source": 128, "stepped_source": 128, "held_source": 64}
+REGISTERS = {"stft": 144, "istft": 168, "sine_source": 128, "stepped_source": 128, "held_source": 128}
 
 
 @pytest.fixture(scope="module")

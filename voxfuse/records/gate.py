@@ -61,7 +61,8 @@ class ArmUtterance(Record, frozen=True, kw_only=True):
     """What one arm did with one utterance: enough to recompute every verdict from.
 
     ``audio_sha256`` is that of the float32 samples; ``rms`` is relative to full scale; ``nonfinite`` counts NaN and
-    infinite samples; ``clipped`` is the share of samples at or beyond full scale.
+    infinite samples; ``clipped`` is the share of samples at or beyond full scale; ``oracle_snr_db`` is the
+    signal-to-noise ratio against what fp64 makes of the same inputs, where the stack can tell.
     """
 
     audio_sha256: str | None
@@ -74,6 +75,7 @@ class ArmUtterance(Record, frozen=True, kw_only=True):
     failure: str | None = None
     hypothesis: str | None = None
     edits: int | None = None
+    oracle_snr_db: float | None = None
 
 
 class Utterance(Record, frozen=True, kw_only=True):
