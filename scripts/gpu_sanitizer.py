@@ -23,6 +23,7 @@ from gpu_suite_state import NOT_REACHED, Row, Suite
 from voxfuse.kernels._op import TALLIES, FusedOp, Run
 from voxfuse.kernels.adain import adain_act
 from voxfuse.kernels.adain_channels_last import adain_channels_last
+from voxfuse.kernels.embedding_sum import embedding_sum
 from voxfuse.kernels.gqa_decode import gqa_decode
 from voxfuse.kernels.held_source import held_source
 from voxfuse.kernels.istft import istft_limited, istft_polar
@@ -34,6 +35,8 @@ from voxfuse.kernels.ras_sampler import ras_sample
 from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
 from voxfuse.kernels.sampler import sample
 from voxfuse.kernels.sine_source import sine_source, stepped_source
+from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
+from voxfuse.kernels.small_attention import small_attention
 from voxfuse.kernels.snake import snake
 from voxfuse.kernels.stft import stft_complex, stft_polar
 from voxfuse.kernels.swiglu import swiglu
@@ -121,6 +124,15 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
         yield rms_norm, (x, weight, 1e-6, "cast_then_scale")
         yield add_rms_norm, (x, normal(3, width), weight, 1e-6, "cast_then_scale")
         yield swiglu, (x, normal(3, width))
+    for rows, inputs, outputs in ((1, 100, 7), (3, 1025, 61), (16, 2056, 1000)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, gate, up = (normal(size, inputs).to(dtype) for size in (rows, outputs, outputs))
+            norm, bias, residual = (normal(*shape).to(dtype) for shape in ((inputs,), (outputs,), (rows, outputs)))
+            yield skinny_linear, (x, gate, bias, residual, norm, 1e-6, "cast_then_scale")
+            yield skinny_linear, (x, gate, None, None, None, 0.0, "cast_then_scale")
+            yield skinny_swiglu, (x, gate, up, bias, None, norm, 1e-6, "cast_then_scale")
+        ids, starts = torch.tensor([[0, 4], [4, 0], [9, 9]], device=device), torch.tensor([0, 5], device=device)
+        yield embedding_sum, (ids, normal(10, inputs), starts, "each")  # the last token's ids are beyond the table
     for vocabulary in (7, 1000, 6561):
         noise = torch.rand(2, vocabulary, device=device) + 1e-3
         recent = torch.zeros(2, 10, dtype=torch.int64, device=device)
@@ -146,6 +158,8 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
         yield qk_norm_rope, (*heads_of_token, *rope)
         slots = torch.tensor([[keys - 1], [2]], device=device)
         yield qk_norm_rope_cached, (*heads_of_token, normal(2, 1, kv_heads, 64), *kv, slots, *rope)
+        few = normal(2, kv_heads, 17, 64), normal(2, kv_heads, 17, 64), torch.tensor([16, 0], device=device)
+        yield small_attention, (*heads_of_token, normal(2, 1, kv_heads, 64), *few, *rope, 0.125)
 
 
 @torch.no_grad()

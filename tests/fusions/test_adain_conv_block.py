@@ -9,11 +9,10 @@ import torch
 from voxfuse.fusions.adain_conv_block import (
     adain_leaky_relu_block,
     adain_snake_block,
-    padded_styles,
     run_block,
-    snake_norms,
     unsupported,
 )
+from voxfuse.fusions.adain_resblock import padded_styles, snake_norms
 from voxfuse.kernels._op import TALLIES, Run
 from voxfuse.kernels.moments import moments, residual_moments
 from voxfuse.patches._kokoro_import import load_kokoro

@@ -6,7 +6,12 @@ import importlib.util
 import pytest
 import torch
 
-from voxfuse.fusions.adain_resblock import adain_leaky_relu_residual, adain_snake_resblock, styles, unsupported
+from voxfuse.fusions.adain_resblock import (
+    adain_leaky_relu_residual,
+    adain_snake_resblock,
+    padded_styles,
+    unsupported,
+)
 from voxfuse.kernels._op import TALLIES, Run
 from voxfuse.patches._kokoro_import import load_kokoro
 
@@ -72,7 +77,8 @@ def test_styles_are_each_norms_own_projection(istftnet):
     block = trained(istftnet.AdaINResBlock1(CHANNELS, 3, (1, 3, 5), STYLE))
     norms = [*block.adain1, *block.adain2]
     _, s = inputs()
-    for projected, norm in zip(styles(block, norms, s), norms, strict=True):
+    widths = [(norm, CHANNELS) for norm in norms]
+    for projected, norm in zip(padded_styles(block, widths, s), norms, strict=True):
         torch.testing.assert_close(projected, norm.fc(s))
 
 

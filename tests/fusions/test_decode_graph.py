@@ -166,7 +166,7 @@ def test_without_a_lane_the_step_runs_and_is_counted(make, tally):
     runner = make(model, capture="warmup")
     session, token = begin(runner, model, PROMPTS)
     assert torch.equal(go_on(session, token, 5), greedy(model, PROMPTS, 5))
-    reason = "no lane of 2 rows × 256: warm up with DecodeRunner.warm"
+    reason = "no lane of 2 rows × 256: warm up inside voxfuse.capturing()"
     assert runner.statistics.misses == {reason: 4} and tally.fallbacks == {reason: 4} and tally.calls == 4 * 6
     with capturing():
         begin(runner, model, PROMPTS)

@@ -68,7 +68,11 @@ def test_two_hundred_greedy_tokens_of_rows_of_different_length(name, dtype):
         token = logits[-1][1].argmax(-1)
     mine, eager, true = (torch.stack(kind) for kind in zip(*logits, strict=True))
     assert error(mine, true) <= 1.25 * error(eager, true), f"{error(mine, true):.2e}, eager {error(eager, true):.2e}"
-    assert torch.equal(mine.argmax(-1), eager.argmax(-1))
+    best = eager.float().topk(2, dim=-1).values
+    close = (
+        best[..., 0] - best[..., 1] <= 2 * torch.finfo(dtype).eps * best[..., 0].abs()
+    )  # two units in the last place
+    assert torch.all((mine.argmax(-1) == eager.argmax(-1)) | close)
     assert TALLIES.of(RUN.receipt).fallbacks == {}
 
 

@@ -202,7 +202,7 @@ def test_tuning_on_a_gpu_keeps_results_right_and_the_table_as_it_was() -> None:
     device, clock = torch.device("cuda"), GraphClock()
     tunable = tune.TUNABLE[OPERATION]
     for name in ("resident 1024", "resident 8192"):
-        tuned = tune._tune(
+        tuned = tune.tune_class(
             OPERATION,
             tunable,
             name,

@@ -1,5 +1,7 @@
 """The tested sources that every stack file declares are those of the installed release."""
 
+import chatterbox_t3
+import cosyvoice_lm
 import hift_classes
 import pytest
 
@@ -13,6 +15,7 @@ def test_recorded_hashes_are_those_of_the_installed_release(name: str) -> None:
     assert stack is not None
     if name in hift_classes.MODULES:
         hift_classes.upstream(name)  # its imports need more than the tests install
+        {"cosyvoice2": cosyvoice_lm, "chatterbox": chatterbox_t3}[name].upstream()
     stack.load()
     version = installed_version(stack.distribution)
     if name == "cosyvoice3" or (hift_classes.CHECKOUT and name == "cosyvoice2"):

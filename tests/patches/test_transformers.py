@@ -10,7 +10,7 @@ import voxfuse
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is absent")
 
-FUSIONS = {"rms_norm", "swiglu", "gqa_attention"}
+LAYERS = {"include": ["rms_norm", "swiglu", "gqa_attention"], "policy": "all"}
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 32,
@@ -71,7 +71,7 @@ def fallbacks(patches):
 def test_logits_agree_by_class_and_come_back_on_revert(name, backend, padded, steps):
     model = tiny(name)
     baseline = run_model(model, steps - 1, padded)
-    with voxfuse.apply_patches("transformers", policy="all", backend=backend) as patches:
+    with voxfuse.apply_patches("transformers", **LAYERS, backend=backend) as patches:
         torch.testing.assert_close(run_model(model, steps - 1, padded), baseline, rtol=1e-4, atol=1e-5)
         assert calls(patches) == {
             f"{name}RMSNorm.forward": 3 * steps,  # those of Qwen3's heads are fused into the attention
@@ -85,7 +85,7 @@ def test_logits_agree_by_class_and_come_back_on_revert(name, backend, padded, st
 def test_one_model_among_two():
     patched, other = tiny("Qwen2"), tiny("Qwen2")
     baseline = run_model(other)
-    with voxfuse.apply_patches(patched, policy="all", backend="reference") as patches:
+    with voxfuse.apply_patches(patched, **LAYERS, backend="reference") as patches:
         torch.testing.assert_close(run_model(patched), baseline, rtol=1e-4, atol=1e-5)
         counted = calls(patches)
         assert len(counted) == 3
@@ -98,7 +98,7 @@ def test_one_model_among_two():
 def test_never_by_default():
     model = tiny("Llama")
     baseline = run_model(model)
-    with voxfuse.apply_patches(policy="all", backend="reference") as patches:
+    with voxfuse.apply_patches(**LAYERS, backend="reference") as patches:
         assert not any(receipt.stack == "transformers" for receipt in patches.receipts)
         assert torch.equal(run_model(model), baseline)
 
@@ -108,7 +108,7 @@ def test_bf16_is_as_near_to_fp64_as_upstream(same_precision_logits):
     exact = run_model(copy.deepcopy(model).double(), new_tokens=0)
     half = model.bfloat16()
     eager = run_model(half, new_tokens=0)
-    with voxfuse.apply_patches(half, policy="all", backend="interpreter"):
+    with voxfuse.apply_patches(half, **LAYERS, backend="interpreter"):
         same_precision_logits(run_model(half, new_tokens=0), eager, exact)
 
 
@@ -126,7 +126,7 @@ def test_generation_gives_the_same_tokens():
     ids = torch.randint(3, 50, (2, 5), generator=torch.Generator().manual_seed(1))
     arguments = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     baseline = model.generate(ids, **arguments)
-    with voxfuse.apply_patches(model, policy="all", backend="reference") as patches:
+    with voxfuse.apply_patches(model, **LAYERS, backend="reference") as patches:
         assert torch.equal(model.generate(ids, **arguments), baseline)
         assert torch.equal(model.generate(ids, cache_implementation="static", **arguments), baseline)
         assert not fallbacks(patches)
@@ -137,7 +137,7 @@ def test_attention_weights_are_still_to_be_had():
     ids = torch.randint(3, 50, (1, 5))
     with torch.no_grad():
         baseline = model(ids, output_attentions=True)
-        with voxfuse.apply_patches(model, policy="all", backend="reference") as patches:
+        with voxfuse.apply_patches(model, **LAYERS, backend="reference") as patches:
             found = model(ids, output_attentions=True)
             for mine, upstream in zip(found.attentions, baseline.attentions, strict=True):
                 torch.testing.assert_close(mine, upstream, rtol=1e-4, atol=1e-6)
@@ -148,7 +148,7 @@ def test_attention_weights_are_still_to_be_had():
 def test_an_activation_other_than_silu_runs_upstream_and_says_so():
     model = tiny("Llama", hidden_act="gelu")
     baseline = run_model(model)
-    with voxfuse.apply_patches(model, policy="all", backend="reference") as patches:
+    with voxfuse.apply_patches(model, **LAYERS, backend="reference") as patches:
         torch.testing.assert_close(run_model(model), baseline, rtol=1e-4, atol=1e-5)
         assert any("expected SiLU" in reason for reason in fallbacks(patches))
 
@@ -159,7 +159,7 @@ def test_training_still_trains():
     model(ids, labels=ids).loss.backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    with voxfuse.apply_patches(model, policy="all", backend="interpreter") as patches:
+    with voxfuse.apply_patches(model, **LAYERS, backend="interpreter") as patches:
         model(ids, labels=ids).loss.backward()
         assert any("gradient" in reason for reason in fallbacks(patches))
     for name, parameter in model.named_parameters():

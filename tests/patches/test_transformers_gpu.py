@@ -1,17 +1,20 @@
 """The decoder patches on a GPU at real widths: as near to fp64 as upstream, nothing fell back, tokens agree."""
 
 import copy
-import importlib.util
 
 import pytest
 import torch
 
 import voxfuse
+from voxfuse.patches._transformers_sources import SOURCES
+from voxfuse.patches.guards import installed_version
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is absent"),
+    pytest.mark.skipif(
+        installed_version("transformers") not in SOURCES, reason="needs a release of transformers with patches"
+    ),
 ]
 
 WIDTHS = {  # hidden, intermediate, query heads, kv heads
@@ -20,6 +23,7 @@ WIDTHS = {  # hidden, intermediate, query heads, kv heads
     "Llama": (1024, 4096, 16, 16),
 }
 STEPS = 4
+LAYERS = ["rms_norm", "swiglu", "gqa_attention"]
 
 
 def model_of(name):
@@ -55,20 +59,24 @@ def test_as_near_to_fp64_as_upstream(name, dtype):
     prompt, following = (torch.randint(3, 500, (2, count), device="cuda") for count in (300, STEPS))
     exact = logits(copy.deepcopy(model).double(), prompt, following)
     eager = logits(model, prompt, following)
-    with voxfuse.apply_patches(model, policy="all") as patches:
+    with voxfuse.apply_patches(model, include=LAYERS) as patches:
         found = logits(model, prompt, following)
         applied = [receipt for receipt in patches.receipts if receipt.status == "applied"]
-        assert {receipt.fusion for receipt in applied} == {"rms_norm", "swiglu", "gqa_attention"}
+        assert {receipt.fusion for receipt in applied} == set(LAYERS)
         assert all(receipt.calls and not receipt.fallbacks for receipt in applied), patches.report()
     errors = [((value.double() - exact).norm() / exact.norm()).item() for value in (found, eager)]
     assert errors[0] <= 1.25 * errors[1], f"error {errors[0]:.2e}, eager's {errors[1]:.2e}"
     assert torch.equal(logits(model, prompt, following), eager), "revert did not restore upstream"
 
 
-def test_greedy_tokens_in_fp32_agree():
+@pytest.mark.parametrize("fusions", [LAYERS, ["decode_graph"]])
+def test_greedy_tokens_in_fp32_agree(fusions):
     model = model_of("Qwen2")
     prompt = torch.randint(3, 500, (1, 20), device="cuda")
     arguments = {"max_new_tokens": 64, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     baseline = model.generate(prompt, **arguments)
-    with voxfuse.apply_patches(model, policy="all"):
-        assert torch.equal(model.generate(prompt, **arguments), baseline)
+    with voxfuse.apply_patches(model, include=fusions) as patches, voxfuse.capturing():
+        for _ in range(2):
+            assert torch.equal(model.generate(prompt, **arguments), baseline)
+        applied = [receipt for receipt in patches.receipts if receipt.status == "applied"]
+        assert all(receipt.calls and not receipt.fallbacks for receipt in applied), patches.report()

@@ -44,14 +44,32 @@ def test_every_call_of_a_module_is_marked_with_path_and_class(tmp_path):
         2
         * [
             f"voxfuse module: {name}"
-            for name in ("|Voice", "text|Linear", "decoder|Sequential", "decoder.0|Linear", "decoder.2|Tanh")
+            for name in (
+                "|Voice",
+                "text|Linear",
+                "decoder|Sequential",
+                "decoder.0|Sequential/Linear",
+                "decoder.2|Sequential/Tanh",
+            )
         ]
     )
     assert names.count("voxfuse stage: decoder") == names.count("voxfuse stage: text") == 2
     begin, end = trace.marks.begin, trace.marks.end
     of = {name: index for index, name in enumerate(names)}
-    outer, inner = of["voxfuse stage: decoder"], of["voxfuse module: decoder.2|Tanh"]
+    outer, inner = of["voxfuse stage: decoder"], of["voxfuse module: decoder.2|Sequential/Tanh"]
     assert begin[outer] <= begin[inner] and end[inner] <= end[outer]
+
+
+def test_parts_of_a_module_whose_own_forward_does_not_run_are_inside_of_it(tmp_path):
+    model = Voice().eval()
+    trace = recorded(tmp_path, model, lambda: model.decoder[0](torch.ones(1, 4)))
+    mark = next(name for name in trace.names if name.startswith("voxfuse module: decoder.0"))
+    assert marks.enter(mark, marks.Context()).classes == ("Sequential", "Linear")
+    assert marks.enter(mark, marks.Context(classes=("Voice", "Sequential"))).classes == (
+        "Voice",
+        "Sequential",
+        "Linear",
+    )
 
 
 def test_a_module_that_raises_closes_its_mark(tmp_path):

@@ -22,6 +22,7 @@ from voxfuse.profiles.nvml import NvmlSampler, current_gpu
 from voxfuse.records import ArmUtterance, Block, Receipt
 
 Notify = Callable[[str, int, int], None]  # phase, done, of how many
+DEVICE_S = 1.5  # NVML refreshes utilisation every 1/6 s to 1 s
 
 
 class Patches(Interface):
@@ -65,7 +66,7 @@ def speak(run: RunDirectory, stack: Stack, patches: Patches, repetitions: Iterab
         counted = patches.receipts  # what only warming up fell back from is no fault
     for done, (repetition, index, text) in enumerate(missing):
         notify("speaking", done + len(keys) - len(missing), len(keys))
-        order = ARMS if (index + repetition) % 2 == 0 else ARMS[::-1]
+        order = _order(index + repetition)
         pair = _speak_pair(run, stack, patches, text, repetition, order)
         before, counted = counted, patches.receipts
         run.append("receipts.jsonl", _since(before, counted))
@@ -91,65 +92,77 @@ def violates(pair: Pair, protocol: Protocol) -> bool:
 
 
 def time_blocks(run: RunDirectory, stack: Stack, patches: Patches, kind: str, pairs: int, notify: Notify) -> None:
-    """Time pairs of blocks that are not yet timed: the same texts in both arms, one right after the other, ABBA.
+    """Time pairs of blocks that are not yet timed: every text in both arms, one right after the other, ABBA.
 
+    A host changes its pace for seconds at a time, so the arms take turns from text to text, not from block to block.
     ``kind`` as in ``records.Block``; with ``a/a`` both arms run untouched code. Texts that failed in either arm are
-    left out. Utilisation, memory, clocks and power are sampled beside it where NVML is at hand.
+    left out.
     """
     there = sum(block.kind == kind for block in run.blocks())
     texts = _block_texts(run)
     if there >= pairs or not texts:
         return
-    with NvmlSampler(current_gpu()) as sampler:
-        _time_arm(run, stack, patches, texts, touched=False)
-        with capturing():
-            _time_arm(run, stack, patches, texts, touched=kind != "a/a")
-        for index in range(there, pairs):
-            notify(f"timing {kind}", index, pairs)
-            order = ARMS if index % 2 == 0 else ARMS[::-1]
-            timed: dict[ArmName, _Timed] = {}
-            for arm in order:
-                begin = time.perf_counter()
-                wall, audio = _time_arm(run, stack, patches, texts, touched=arm == "patched" and kind != "a/a")
-                timed[arm] = _Timed(wall, audio, sampler.means(begin, time.perf_counter()))
-            base, patched = timed["baseline"], timed["patched"]
-            run.append(
-                "timings.jsonl",
-                [
-                    Block(
-                        kind=kind,
-                        index=index,
-                        first=order[0],
-                        baseline_wall_s=base.wall_s,
-                        patched_wall_s=patched.wall_s,
-                        baseline_audio_s=base.audio_s,
-                        patched_audio_s=patched.audio_s,
-                        baseline_device=base.device,
-                        patched_device=patched.device,
-                    )
-                ],
-            )
+    touched: dict[ArmName, bool] = {"baseline": False, "patched": kind != "a/a"}
+    with capturing():
+        for arm in ARMS:  # warm up
+            for text in texts:
+                _time(run, stack, patches, text, touched[arm])
+    device = _device_means(run, stack, patches, texts) if kind == "a/b" else {}
+    for index in range(there, pairs):
+        notify(f"timing {kind}", index, pairs)
+        wall: dict[ArmName, list[float]] = {arm: [] for arm in ARMS}
+        audio: dict[ArmName, list[float]] = {arm: [] for arm in ARMS}
+        for turn, text in enumerate(texts, index):
+            for arm in _order(turn):
+                wall_s, audio_s = _time(run, stack, patches, text, touched[arm])
+                wall[arm].append(wall_s)
+                audio[arm].append(audio_s)
+        run.append(
+            "timings.jsonl",
+            [
+                Block(
+                    kind=kind,
+                    index=index,
+                    first=_order(index)[0],
+                    baseline_wall_s=tuple(wall["baseline"]),
+                    patched_wall_s=tuple(wall["patched"]),
+                    baseline_audio_s=tuple(audio["baseline"]),
+                    patched_audio_s=tuple(audio["patched"]),
+                    baseline_device=device.get("baseline", {}),
+                    patched_device=device.get("patched", {}),
+                )
+            ],
+        )
     notify(f"timing {kind}", pairs, pairs)
 
 
-class _Timed(NamedTuple):
-    wall_s: tuple[float, ...]
-    audio_s: tuple[float, ...]
-    device: dict[str, float]
+def _order(turn: int) -> Sequence[ArmName]:
+    return ARMS if turn % 2 == 0 else ARMS[::-1]
 
 
-def _time_arm(
-    run: RunDirectory, stack: Stack, patches: Patches, texts: Sequence[Text], touched: bool
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Wall seconds and audio seconds of each text."""
-    wall, audio = [], []
-    with contextlib.nullcontext() if touched else patches.paused(), _stage_timers(stack, on=False):
-        for text in texts:
+def _device_means(
+    run: RunDirectory, stack: Stack, patches: Patches, texts: Sequence[Text]
+) -> dict[ArmName, dict[str, float]]:
+    """Utilisation, memory, clocks and power of each arm by itself, over a time that NVML can resolve."""
+    means: dict[ArmName, dict[str, float]] = {}
+    with NvmlSampler(current_gpu()) as sampler:
+        if sampler.absent is not None:
+            return {}
+        for arm in ARMS:
             begin = time.perf_counter()
-            speech = stack.synthesize(text, seed_of(run.protocol, text.id, 0))
-            wall.append(time.perf_counter() - begin)
-            audio.append(len(speech.audio) / stack.sample_rate)
-    return tuple(wall), tuple(audio)
+            while time.perf_counter() < begin + DEVICE_S:
+                for text in texts:
+                    _time(run, stack, patches, text, touched=arm == "patched")
+            means[arm] = sampler.means(begin, time.perf_counter())
+    return means
+
+
+def _time(run: RunDirectory, stack: Stack, patches: Patches, text: Text, touched: bool) -> tuple[float, float]:
+    """Wall seconds and audio seconds of a text."""
+    with contextlib.nullcontext() if touched else patches.paused(), _stage_timers(stack, on=False):
+        begin = time.perf_counter()
+        speech = stack.synthesize(text, seed_of(run.protocol, text.id, 0))
+        return time.perf_counter() - begin, len(speech.audio) / stack.sample_rate
 
 
 def _block_texts(run: RunDirectory) -> list[Text]:

@@ -53,6 +53,18 @@ class Lane:
     bytes: int = 0
     used: int = 0
     taken: bool = True
+    references: int = 0
+
+    def __post_init__(self) -> None:
+        self.references = self._references()
+
+    @property
+    def shared(self) -> bool:
+        """Whether somebody else still holds a view of the cache."""
+        return self._references() > self.references
+
+    def _references(self) -> int:
+        return sum(torch._C._storage_Use_Count(part.untyped_storage()._cdata) for part in self.cache)
 
     def ordered(self) -> AbstractContextManager[None]:
         """What the current stream is given inside runs after what any stream was given inside before."""
@@ -133,14 +145,14 @@ class Lanes:
             self._drop_if_stale()
             self._clock += 1
             for lane in self._held:
-                if lane.key == key and not lane.taken and not outer:
+                if lane.key == key and not lane.taken and not lane.shared and not outer:
                     lane.taken, lane.used = True, self._clock
                     return lane
             lane = self._empty(key)
-            asked = warming or self._policy == "first_use" or key in self._wanted or capture_asked()
+            asked = warming or self._policy == "first_use" or key in self._wanted or capture_asked(anywhere=True)
             lane.reason = OUTER_CAPTURE if outer else self._refused.get(key)
             if lane.reason is None and not asked:
-                lane.reason = f"no lane of {rows} rows × {bucket}: warm up with DecodeRunner.warm"
+                lane.reason = f"no lane of {rows} rows × {bucket}: warm up inside voxfuse.capturing()"
             if lane.reason is None:
                 self._capture(lane)
             return lane

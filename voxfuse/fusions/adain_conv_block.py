@@ -9,14 +9,14 @@ has fast kernels for. Source: AdaINResBlock1 and AdainResBlk1d in kokoro/istftne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from voxfuse.fusions import adain_resblock
+from voxfuse.fusions.adain_resblock import padded_styles, snake_norms
 from voxfuse.fusions.folded import output_lengths
 from voxfuse.fusions.polyphase import upsample_each_channel
 from voxfuse.kernels._op import Run
@@ -72,28 +72,6 @@ def run_block(block: Any, x: torch.Tensor, style: torch.Tensor, run: Run) -> tor
     else:
         x, known = residual_moments(x, None, None, None, x.shape[1], 1, run=run)
     return adain_snake_block(block, x, known, projected, None, run).transpose(1, 2)
-
-
-def snake_norms(block: Any) -> list[Any]:
-    """The AdaIN modules of an AdaINResBlock1 in the order of their use."""
-    return [norm for pair in zip(block.adain1, block.adain2, strict=True) for norm in pair]
-
-
-def padded_styles(module: nn.Module, norms: Sequence[tuple[Any, int]], style: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """γ and β of every AdaIN, each [rows, 2·width] with zeros behind its channels, from style [rows, style_dim] in one
-    matrix product; packed beside ``module``."""
-
-    def build() -> tuple[torch.Tensor, torch.Tensor]:
-        weights, biases = [], []
-        for norm, width in norms:
-            spare = width - norm.norm.num_features
-            weights.append(F.pad(norm.fc.weight.unflatten(0, (2, -1)), (0, 0, 0, spare)).flatten(0, 1))
-            biases.append(F.pad(norm.fc.bias.unflatten(0, (2, -1)), (0, spare)).flatten())
-        return torch.cat(weights), torch.cat(biases)
-
-    sources = [parameter for norm, _ in norms for parameter in (norm.fc.weight, norm.fc.bias)]
-    weight, bias = pack(module, "padded_styles", sources, build)
-    return F.linear(style, weight, bias).split([2 * width for _, width in norms], dim=1)
 
 
 def adain_snake_block(

@@ -60,22 +60,31 @@ def unsupported(block: nn.Module, norms: Sequence[Any], *inputs: torch.Tensor) -
     return None
 
 
-def styles(block: nn.Module, norms: Sequence[Any], style: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """γ and β of every norm of a block, each [rows, 2·channels], from style [rows, style_dim] in one matrix product."""
-    projections = [norm.fc for norm in norms]
-    weight, bias = pack(
-        block,
-        "style_projections",
-        [parameter for fc in projections for parameter in (fc.weight, fc.bias)],
-        lambda: (torch.cat([fc.weight for fc in projections]), torch.cat([fc.bias for fc in projections])),
-    )
-    return F.linear(style, weight, bias).split([fc.out_features for fc in projections], dim=1)
+def snake_norms(block: Any) -> list[Any]:
+    """The AdaIN modules of an AdaINResBlock1 in the order of their use."""
+    return [norm for pair in zip(block.adain1, block.adain2, strict=True) for norm in pair]
+
+
+def padded_styles(module: nn.Module, norms: Sequence[tuple[Any, int]], style: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """γ and β of every AdaIN, each [rows, 2·width] with zeros behind its channels, from style [rows, style_dim] in one
+    matrix product; packed beside ``module``."""
+
+    def build() -> tuple[torch.Tensor, torch.Tensor]:
+        weights, biases = [], []
+        for norm, width in norms:
+            spare = width - norm.norm.num_features
+            weights.append(F.pad(norm.fc.weight.unflatten(0, (2, -1)), (0, 0, 0, spare)).flatten(0, 1))
+            biases.append(F.pad(norm.fc.bias.unflatten(0, (2, -1)), (0, spare)).flatten())
+        return torch.cat(weights), torch.cat(biases)
+
+    sources = [parameter for norm, _ in norms for parameter in (norm.fc.weight, norm.fc.bias)]
+    weight, bias = pack(module, "padded_styles", sources, build)
+    return F.linear(style, weight, bias).split([2 * width for _, width in norms], dim=1)
 
 
 def adain_snake_resblock(block: Any, x: torch.Tensor, style: torch.Tensor, run: Run) -> torch.Tensor:
     """AdaINResBlock1: three times x + conv2(snake(adain2(conv1(snake(adain1(x)))))); x [rows, channels, frames]."""
-    norms = [norm for pair in zip(block.adain1, block.adain2, strict=True) for norm in pair]
-    projected = iter(styles(block, norms, style))
+    projected = iter(padded_styles(block, [(norm, x.shape[1]) for norm in snake_norms(block)], style))
     act = functools.partial(_adain, slope=0.0, run=run)
     stages = zip(block.convs1, block.convs2, block.adain1, block.adain2, block.alpha1, block.alpha2, strict=True)
     for conv1, conv2, adain1, adain2, alpha1, alpha2 in stages:
@@ -88,7 +97,8 @@ def adain_snake_resblock(block: Any, x: torch.Tensor, style: torch.Tensor, run: 
 def adain_leaky_relu_residual(block: Any, x: torch.Tensor, style: torch.Tensor, run: Run) -> torch.Tensor:
     """AdainResBlk1d._residual: conv2(act(adain2(conv1(pool(act(adain1(x))))))); x [rows, channels, frames]."""
     slope = block.actv.negative_slope
-    style1, style2 = styles(block, [block.norm1, block.norm2], style)
+    widths = [(norm, norm.norm.num_features) for norm in (block.norm1, block.norm2)]
+    style1, style2 = padded_styles(block, widths, style)
     x = block.pool(_adain(block.norm1, x, style1, None, slope, run))
     x = block.conv1(block.dropout(x))
     x = _adain(block.norm2, x, style2, None, slope, run)

@@ -23,16 +23,17 @@ from voxfuse.fusions._decode_lanes import SHORTEST, Lane, Lanes, bucket_of, cuda
 from voxfuse.fusions._graph_arena import Arena
 from voxfuse.fusions.graph_runner import CapturePolicy, Statistics
 from voxfuse.kernels._op import Run
-from voxfuse.records import Fusion
+from voxfuse.records import Fusion, FusionPattern
 
 DECODE_GRAPH = Fusion(
     name="decode_graph",
-    stacks=("transformers",),
+    stacks=("cosyvoice2", "chatterbox", "transformers"),
     operations=("decoder layers", "KV cache update", "attention over the cache"),
     contract="same-precision",
     envelope="fp32, fp16 or bf16 on a CUDA GPU, inference, Qwen2, Qwen3, Llama as upstream builds them, 1 to 64 rows",
-    kernels=("rmsnorm", "qk_norm_rope", "gqa_decode", "swiglu"),
+    kernels=("rmsnorm", "qk_norm_rope", "gqa_decode", "swiglu", "skinny_gemm"),
     graph=True,
+    patterns=tuple(FusionPattern(modules=(f"{family}DecoderLayer",)) for family in decode_step.DECODERS.values()),
 )
 MOST_ROWS = 64
 MEMORY_CAP_BYTES = 8 * 2**30  # of the lanes of one decoder
@@ -45,7 +46,8 @@ class DecodeRunner:
     ``warm`` and inside ``graph_runner.capturing`` only, "first_use" wherever no lane is free; what was captured once is
     captured again when more generations run at once. Steps count on ``run.receipt``, those without a graph with their
     reason. Replaced weights are seen when a session starts or grows. Above the memory cap free lanes leave by least
-    recent use. Safe from several threads and streams.
+    recent use. Safe from several threads and streams. ``foreign``: what else rules a decoder out (a reason, or None);
+    ``shadowed``: see ``decode_step.unsupported``.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class DecodeRunner:
         capture: CapturePolicy = "warmup",
         memory_cap_bytes: int = MEMORY_CAP_BYTES,
         arena: Callable[[torch.device], Arena] = cuda_arena,
+        foreign: Callable[[Any], str | None] = lambda decoder: None,
+        shadowed: Callable[[nn.Module], bool] = decode_step.has_own_forward,
     ) -> None:
-        self.run = run
+        self.run, self._foreign, self._shadowed = run, foreign, shadowed
         self.lanes = Lanes(decoder, head, run, capture, memory_cap_bytes, arena)
 
     @property
@@ -71,14 +75,20 @@ class DecodeRunner:
 
         ``past`` and ``lengths``: see ``decode_step.adopt``. Raises ValueError where they do not fit the decoder.
         """
+        found = self.begin(past, lengths)
+        if isinstance(found, str):
+            self.lanes.count_miss(found)
+        return found
+
+    def begin(self, past: Any, lengths: Sequence[int]) -> DecodeSession | str:
+        """As ``session``, the reason not counted."""
         reason = decode_step.unknown_cache(past) or self.unsupported(len(lengths), max(lengths, default=0) + 1)
-        if reason is None:
-            try:
-                return DecodeSession(self, past, list(lengths))
-            except torch.OutOfMemoryError as error:
-                reason = f"no memory for a static cache: {str(error).partition('. ')[0]}"
-        self.lanes.count_miss(reason)
-        return reason
+        if reason is not None:
+            return reason
+        try:
+            return DecodeSession(self, past, list(lengths))
+        except torch.OutOfMemoryError as error:
+            return f"no memory for a static cache: {str(error).partition('. ')[0]}"
 
     def unsupported(self, rows: int, tokens: int) -> str | None:
         """Why a generation of so many rows and tokens must run upstream, or None."""
@@ -93,7 +103,7 @@ class DecodeRunner:
             return "autocast is on"
         if head is not None and (type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks):
             return f"the head is {type(head).__name__} or has hooks, expected a plain Linear"
-        return decode_step.unsupported(decoder)
+        return decode_step.unsupported(decoder, self._shadowed) or self._foreign(decoder)
 
     def warm(self, shapes: Iterable[tuple[int, int]], lanes: int = 1) -> None:
         """Capture ``lanes`` lanes (generations at once) for these (rows, tokens), and for the smaller buckets that a
@@ -173,6 +183,15 @@ class DecodeSession:
         for row in range(len(self.lengths)):
             self.lengths[row] += row not in self._stopped
         return output
+
+    def contents(self) -> list[torch.Tensor]:
+        """Keys and values of each layer in turn, [rows, kv_heads, tokens, head_dim]: views of what the session holds.
+
+        The rows must be of one length. A lane serves no other session as long as such views of it are there.
+        """
+        tokens = self.lengths[0]
+        parts = zip(*(part[:, :, :, :tokens].unbind(0) for part in self._lane.cache), strict=True)
+        return [tensor for pair in parts for tensor in pair]
 
     def stop(self, row: int) -> None:
         """Let a row that has finished rest: its length stays, and what ``step`` gives for it has no meaning."""

@@ -31,6 +31,8 @@ CapturePolicy = Literal["warmup", "first_use"]
 OUTER_CAPTURE = "inside somebody else's CUDA graph capture"
 WEIGHTS_REPLACED = "weights were replaced: captured again"
 _asked = threading.local()
+_inside = 0  # threads that are inside ``capturing``
+_inside_lock = threading.Lock()
 _runners: weakref.WeakSet[GraphRunner] = weakref.WeakSet()
 
 
@@ -50,18 +52,26 @@ class Statistics:
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Let calls of this thread capture inside: warm up by speaking once at each length that will be served."""
+    """Let calls of this thread capture inside: warm up by speaking once at each length that will be served.
+
+    Decoding is captured in other threads too: stacks decode in threads that they start themselves.
+    """
+    global _inside
     outer = capture_asked()
     _asked.inside = True
+    with _inside_lock:
+        _inside += 1
     try:
         yield
     finally:
         _asked.inside = outer
+        with _inside_lock:
+            _inside -= 1
 
 
-def capture_asked() -> bool:
-    """Whether this thread is inside ``capturing``."""
-    return getattr(_asked, "inside", False)
+def capture_asked(anywhere: bool = False) -> bool:
+    """Whether this thread, or any thread, is inside ``capturing``."""
+    return _inside > 0 if anywhere else getattr(_asked, "inside", False)
 
 
 def runners(module: nn.Module) -> list[GraphRunner]:

@@ -19,7 +19,8 @@ import torch
 from voxfuse.fusions import spectral
 from voxfuse.fusions._fork import Fork
 from voxfuse.fusions._stages import mean_activated, reflected
-from voxfuse.fusions.adain_conv_block import adain_leaky_relu_block, adain_snake_block, padded_styles, snake_norms
+from voxfuse.fusions.adain_conv_block import adain_leaky_relu_block, adain_snake_block
+from voxfuse.fusions.adain_resblock import padded_styles, snake_norms
 from voxfuse.fusions.folded import convolve, output_lengths
 from voxfuse.fusions.polyphase import upsample
 from voxfuse.kernels._op import Run

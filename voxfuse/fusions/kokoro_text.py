@@ -29,7 +29,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from voxfuse.fusions import lstm
 from voxfuse.fusions._fork import Fork
 from voxfuse.fusions._graph_arena import Arena, CudaArena
-from voxfuse.fusions.adain_conv_block import adain_leaky_relu_block, padded_styles
+from voxfuse.fusions.adain_conv_block import adain_leaky_relu_block
+from voxfuse.fusions.adain_resblock import padded_styles
 from voxfuse.fusions.buckets import Axes, Buckets, Length
 from voxfuse.fusions.decoder_graph import BUCKETS as FRAME_BUCKETS
 from voxfuse.fusions.decoder_graph import fault

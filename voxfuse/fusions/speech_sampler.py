@@ -15,6 +15,17 @@ import torch
 from voxfuse.kernels._op import TALLIES, Run
 from voxfuse.kernels.ras_sampler import ras_sample
 from voxfuse.kernels.sampler import draw
+from voxfuse.records import Fusion, FusionPattern
+
+RAS_SAMPLING = Fusion(
+    name="ras_sampling",
+    stacks=("cosyvoice2",),
+    operations=("softmax", "sort", "multinomial"),
+    contract="same-precision",
+    envelope="scores of up to 16384 tokens on a CUDA GPU, upstream's ras_sampling with its own settings",
+    kernels=("ras_sampler",),
+    patterns=tuple(FusionPattern(operations=(op,), modules=("Qwen2LM",)) for op in ("sort", "multinomial")),
+)
 
 ON_HOST = "scores are not on a GPU: upstream's own chain, whose draws depend on the nucleus' size there"
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from voxfuse.microbench.ceilings import launches, peak_bytes
-from voxfuse.microbench.timer import Call, Clock, Inputs, Timed, host_us, paired_samples
+from voxfuse.microbench.timer import Call, Clock, Inputs, Timed, WallClock, host_us, paired_samples
 from voxfuse.recompute import AA_FIRST, AA_SECOND, CONTROLS, EAGER, MIN_BAR, NULL, SLEEP, VOXFUSE, recompute
 from voxfuse.records import Arm, Case, Contract, Environment, Fusion, MicroVerdict
 
@@ -119,7 +119,14 @@ def judge(contest: Contest, clock: Clock, environment: Environment, pairs: int =
             name=name,
             gpu_us=samples.get(name, ()),
             error_fp64=_finite(errors.get(name)),
-            **_costs(runnable.get(name, contest.voxfuse), contest.sets[0], device, wrong),
+            **_costs(
+                runnable.get(name, contest.voxfuse),
+                contest.sets[0],
+                device,
+                wrong,
+                # what is timed by the wall is so since upstream cannot be captured; ours always can
+                capturable=name == VOXFUSE or not isinstance(clock, WallClock),
+            ),
         )
         for name in (*runnable, VOXFUSE)
     ]
@@ -232,12 +239,12 @@ def _time(
     return samples, {"sleep_added_us": delay_us}, wrong and f"after timed replays: {wrong}"
 
 
-def _costs(call: Call, inputs: Inputs, device: torch.device, wrong: str | None) -> dict[str, Any]:
+def _costs(call: Call, inputs: Inputs, device: torch.device, wrong: str | None, capturable: bool) -> dict[str, Any]:
     if wrong is not None:
         return {}
     return {
         "host_us": host_us(call, inputs, device),
-        "launches": launches(call, inputs, device),
+        "launches": launches(call, inputs, device) if capturable else None,
         "peak_bytes": peak_bytes(call, inputs, device),
     }
 

@@ -1,10 +1,10 @@
-"""Chatterbox (PyPI ``chatterbox-tts``): the HiFT of its s3gen, a copy of CosyVoice's, from CUDA graphs."""
+"""Chatterbox (PyPI ``chatterbox-tts``): T3's decoding, and the HiFT of its s3gen, a copy of CosyVoice's."""
 
 from __future__ import annotations
 
 import importlib
 
-from voxfuse.patches import _hift
+from voxfuse.patches import _chatterbox_t3, _hift
 from voxfuse.patches.spec import StackPatches
 
 HIFT = "chatterbox.models.s3gen.hifigan"
@@ -19,10 +19,12 @@ def _load() -> None:
 CHATTERBOX = StackPatches(
     name="chatterbox",
     distribution="chatterbox-tts",
-    modules=(HIFT, F0_PREDICTOR),
+    modules=(HIFT, F0_PREDICTOR, _chatterbox_t3.BACKEND),
     load=_load,
     sources={
         "0.1.7": {
+            _chatterbox_t3.STEP: "6ca735d2ffe62729cafb53e7abb83a984a6b82e00faf110d6c4dd07ccc18ca21",
+            _chatterbox_t3.INFERENCE: "6606b0cec2336f40e97c1d2786a9df584c73cc8dd4a33e4da33c9088c0486ee8",
             f"{HIFT}:HiFTGenerator.decode": "7610abe14cb63169559af0a66242ad2f518c090635d3ef49d5a270bbd54319f7",
             f"{HIFT}:HiFTGenerator._stft": "7222fb613611191b600b35a96262b9a2df51269288c76eb79a29ae9455bc5c1a",
             f"{HIFT}:HiFTGenerator._istft": "8b9f442af11cb4081c256644bd91d49db3a773a13e6e1e87c3db2e16d330835b",
@@ -37,5 +39,8 @@ CHATTERBOX = StackPatches(
             f"{HIFT}:Snake.forward": "d90fa41bf47f24f18cd4fc4c0af31b22b96fddee60c7de446cfeb0f2906d892d",
         }
     },
-    patches=_hift.patches(_hift.Modules(HIFT, HIFT, HIFT, F0_PREDICTOR, sines="SineGen")),
+    patches=(
+        *_hift.patches(_hift.Modules(HIFT, HIFT, HIFT, F0_PREDICTOR, sines="SineGen")),
+        *_chatterbox_t3.PATCHES,
+    ),
 )

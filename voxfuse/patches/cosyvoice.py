@@ -1,4 +1,4 @@
-"""CosyVoice2 (PyPI ``cosyvoice-minicpmo``, or a checkout of FunAudioLLM/CosyVoice): HiFT from CUDA graphs.
+"""CosyVoice2 (PyPI ``cosyvoice-minicpmo``, or a checkout of FunAudioLLM/CosyVoice): HiFT and language model.
 
 A checkout has no distribution and so no release: its sources are compared with those of the main branch at commit
 ace7c47f41bb, which has other names in its source. Residual blocks and sources of CosyVoice3 are of the same classes
@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import sys
 
-from voxfuse.patches import _hift
+from voxfuse.patches import _cosyvoice_lm, _hift
 from voxfuse.patches._cosyvoice_import import ACTIVATION, CONVOLUTION, F0_PREDICTOR, HIFT, HOME, load_cosyvoice2
 from voxfuse.patches.guards import installed_version
-from voxfuse.patches.spec import StackPatches
+from voxfuse.patches.spec import Patch, StackPatches
 
 DISTRIBUTION = "cosyvoice-minicpmo"
 COMMIT = "ace7c47f41bb"
@@ -34,14 +34,19 @@ SOURCE_OF_CHECKOUT = {
 }
 
 
-def _stack(version: str, source: str, sources: dict[str, str]) -> StackPatches:
+def _stack(version: str, source: str, sources: dict[str, str], language_model: tuple[Patch, ...]) -> StackPatches:
+    # The language model's module is not among what ``load`` imports: it needs torchaudio and transformers, and sets up
+    # logging. The planner imports it where the stack is named.
     return StackPatches(
         name="cosyvoice2",
         distribution=DISTRIBUTION,
-        modules=(HIFT, ACTIVATION, F0_PREDICTOR),
+        modules=(HIFT, ACTIVATION, F0_PREDICTOR, _cosyvoice_lm.LM),
         load=load_cosyvoice2,
         sources={version: SHARED | sources},
-        patches=_hift.patches(_hift.Modules(HIFT, ACTIVATION, CONVOLUTION, F0_PREDICTOR, source)),
+        patches=(
+            *_hift.patches(_hift.Modules(HIFT, ACTIVATION, CONVOLUTION, F0_PREDICTOR, source)),
+            *language_model,
+        ),
     )
 
 
@@ -52,9 +57,16 @@ RELEASED = _stack(
         f"{HIFT}:SourceModuleHnNSF2.forward": "ca8db779f56cd9fc54b732295c828be11cb057d03583a14cba4076cbc1bd60c7",
         f"{HIFT}:SineGen2.forward": "2c125f9099f16418556ac2f8c386ff3bab5e0499f8f9b371bc0125664a659eb4",
         f"{HIFT}:SineGen2._f02sine": "6282a6c02ee68a2bbc5cee8d9f5ccfd8897f5f6876fcff9ed28ab81b7b3c2d9c",
-    },
+    }
+    | _cosyvoice_lm.SOURCES,
+    _cosyvoice_lm.PATCHES,
 )
-CHECKOUT = _stack(COMMIT, "SourceModuleHnNSF", SOURCE_OF_CHECKOUT)
+CHECKOUT = _stack(
+    COMMIT,
+    "SourceModuleHnNSF",
+    SOURCE_OF_CHECKOUT | _cosyvoice_lm.SOURCES_OF_CHECKOUT,
+    _cosyvoice_lm.PATCHES_OF_CHECKOUT,
+)
 
 
 def cosyvoice2() -> StackPatches:

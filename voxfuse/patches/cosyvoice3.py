@@ -1,4 +1,4 @@
-"""CosyVoice3 (the repository FunAudioLLM/CosyVoice, no distribution): CausalHiFTGenerator from CUDA graphs.
+"""CosyVoice3 (the repository FunAudioLLM/CosyVoice, no distribution): causal HiFT and language model.
 
 The classes are those of a checkout (``_cosyvoice_import``), or of the driver's reference where only that is loaded. A
 checkout has no release: its sources are compared with those of the main branch at commit ace7c47f41bb. The reference is
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from voxfuse.patches import _hift
+from voxfuse.patches import _cosyvoice_lm, _hift
 from voxfuse.patches._cosyvoice_import import ACTIVATION, CONVOLUTION, F0_PREDICTOR, HIFT, load_cosyvoice3
 from voxfuse.patches.cosyvoice import COMMIT, SOURCE_OF_CHECKOUT
 from voxfuse.patches.guards import resolve, source_sha256
@@ -21,10 +21,11 @@ DISTRIBUTION = "FunAudioLLM-CosyVoice"
 COSYVOICE3 = StackPatches(
     name="cosyvoice3",
     distribution=DISTRIBUTION,
-    modules=(HIFT, ACTIVATION, CONVOLUTION, F0_PREDICTOR),
+    modules=(HIFT, ACTIVATION, CONVOLUTION, F0_PREDICTOR, _cosyvoice_lm.LM),
     load=load_cosyvoice3,
     sources={
         COMMIT: SOURCE_OF_CHECKOUT
+        | _cosyvoice_lm.SOURCES_OF_CHECKOUT
         | {
             f"{HIFT}:CausalHiFTGenerator.inference": "15fc6a4ccc20647e058433d28fa792940030698708f146b5f65657874f265e6d",
             f"{F0_PREDICTOR}:CausalConvRNNF0Predictor.forward": (
@@ -45,7 +46,10 @@ COSYVOICE3 = StackPatches(
             ),
         }
     },
-    patches=_hift.patches(_hift.Modules(HIFT, ACTIVATION, CONVOLUTION, F0_PREDICTOR, causal=True)),
+    patches=(
+        *_hift.patches(_hift.Modules(HIFT, ACTIVATION, CONVOLUTION, F0_PREDICTOR, causal=True)),
+        *_cosyvoice_lm.PATCHES_OF_CHECKOUT,
+    ),
 )
 
 

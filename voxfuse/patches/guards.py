@@ -18,9 +18,16 @@ from voxfuse.patches.layers import MISSING, shadow, untouched
 from voxfuse.patches.seals import CAPTURED, COMPILED, is_compiled, origin
 from voxfuse.patches.spec import Patch, StackPatches
 
-# torch.no_grad(), torch.inference_mode() and transformers' deprecate_kwarg as decorators: part of how upstream wrote a
-# function, not a replacement.
-_TRANSPARENT_DECORATORS = ("torch.utils._contextlib", "transformers.utils.deprecation")
+# torch.no_grad(), torch.inference_mode() and transformers' deprecate_kwarg, capture_outputs, check_model_inputs and the
+# like as decorators: part of how upstream wrote a function, not a replacement.
+_TRANSPARENT_DECORATORS = (
+    "torch.utils._contextlib",
+    "transformers.utils.deprecation",
+    "transformers.utils.generic",
+    "transformers.utils.output_capturing",
+    "transformers.modeling_layers",
+    "transformers.modeling_rope_utils",
+)
 
 
 class Upstream(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,7 +85,9 @@ class Planner:
                 continue
             owners = functools.partial(_instance_owners, model, self._seals.within(model))
             for patch in stack.patches:
-                if patch.target.partition(":")[0] in sys.modules:
+                if patch.by_name_only is not None:
+                    steps.append(scope.skip(patch, Why.ABSENT, f"patch the stack by name: {patch.by_name_only}"))
+                elif patch.target.partition(":")[0] in sys.modules:
                     steps.append(self._patch(scope, patch, owners))
                 else:  # a module of a large library that nobody has loaded: no instance of it exists
                     steps.append(scope.skip(patch, Why.ABSENT, _nothing_in_model(patch)))
@@ -107,6 +110,8 @@ class Planner:
             return scope.skip(patch, Why.CHOSEN, reason)
         if (served := scope.served.get(patch.target)) is not None:
             return scope.skip(patch, Why.CHOSEN, f"fusion {served} serves this target")
+        if (absent := _absent_module(patch, scope.explicit)) is not None:
+            return scope.skip(patch, Why.ABSENT, absent)
         sources = check_sources(scope.stack, patch, scope.version)
         if sources.problem is not None:
             return scope.skip(patch, Why.FAILED, sources.problem)
@@ -137,7 +142,7 @@ class _Scope:
 
     def __init__(self, stack: StackPatches, explicit: bool) -> None:
         self.stack = stack
-        self._explicit = explicit
+        self.explicit = explicit
         self.served: dict[str, str] = {}  # the fusion that was planned for a target
         installed = installed_version(stack.distribution)
         self.version = installed or "unknown"
@@ -148,7 +153,7 @@ class _Scope:
     def entry(self, patch: Patch, why: Why, reason: str | None) -> Entry:
         name, target = patch.fusion.name, patch.target
         return Entry(
-            name, self.stack.name, target, "skipped", why, reason, versions=self._versions, explicit=self._explicit
+            name, self.stack.name, target, "skipped", why, reason, versions=self._versions, explicit=self.explicit
         )
 
     def skip(self, patch: Patch, why: Why, reason: str) -> Step:
@@ -173,6 +178,23 @@ def _not_importable(stack: StackPatches, error: Exception) -> str:
     if isinstance(error, ImportError) and installed_version(stack.distribution) is None:
         return f"{stack.distribution} is not installed"
     return f"{stack.distribution} cannot be imported: {type(error).__name__}: {error}"
+
+
+def _absent_module(patch: Patch, explicit: bool) -> str | None:
+    """Why a module that the stack's ``load`` left out is not there, or None. It is imported where the stack was named.
+
+    (A heavy part of a stack need not be loaded into a process that does not use it.)
+    """
+    for module in dict.fromkeys(path.partition(":")[0] for path in patch.absorbs):
+        if module in sys.modules:
+            continue
+        if not explicit:
+            return f"{module} is not imported: import it before, or name the stack"
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever a broken installation raises, the other patches must go on
+            return f"{module} cannot be imported: {type(error).__name__}: {error}"
+    return None
 
 
 def _instance_owners(model: nn.Module, sealed: dict[int, str], patch: Patch) -> tuple[list[Owner], Problems]:

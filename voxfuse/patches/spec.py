@@ -23,7 +23,8 @@ class Patch:
     ``absorbs`` lists every upstream callable whose behaviour the replacement takes over, in the same notation, the
     target included: each is hashed. ``build(original, run)`` returns the replacement, a new function of the same
     signature; it runs its fused ops with ``run`` and may call ``original``, which is always the untouched upstream
-    function (for a method: unbound, ``self`` first). ``backends`` are those that the replacement can run with. Where
+    function (for a method: unbound, ``self`` first). ``backends`` are those that the replacement can run with.
+    ``by_name_only``: why it can be applied to the class alone, not to a model instance, where that is so. Where
     several patches of a stack name one target, the first that is wanted and fits serves it.
 
     Raises ValueError where a name is malformed, ``absorbs`` lacks the target, or the target is torch's own.
@@ -34,6 +35,7 @@ class Patch:
     absorbs: tuple[str, ...]
     build: Build
     backends: tuple[Backend, ...] = get_args(Backend)
+    by_name_only: str | None = None
 
     def __post_init__(self) -> None:
         for name in (self.target, *self.absorbs):

@@ -1,4 +1,4 @@
-"""transformers: RMSNorm, gated MLP and self attention of Qwen2, Qwen3 and Llama decoders.
+"""transformers: Qwen2, Qwen3 and Llama decoders. One-token steps from CUDA graphs; RMSNorm, gated MLP, self attention.
 
 A general library: patched by its name or through a model instance, never by default. Qwen2 is also CosyVoice's language
 model, Llama Chatterbox's T3. Attention is taken over where the model runs ``sdpa`` or ``voxfuse``; ``eager`` models
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from voxfuse.fusions import gqa_attention, transformers_decoder
+from voxfuse.fusions.decode_graph import DECODE_GRAPH
 from voxfuse.fusions.gqa_attention import Result
 from voxfuse.kernels._op import TALLIES, Run
+from voxfuse.patches._decoding import CACHE_NAMES, decoder_forward
 from voxfuse.patches._transformers_sources import SOURCES
 from voxfuse.patches.spec import Build, Patch, StackPatches
 
 MODELS = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 NORMS = {"qwen3": "Qwen3RMSNorm"}  # the class of q_norm and k_norm, where a model has them
-CACHE_NAMES = ("cache", "past_key_values", "past_key_value")  # of transformers 5.24, 4.57 and 4.51
 TAKEN_OVER = ("sdpa", gqa_attention.NAME)
 
 
@@ -176,7 +177,15 @@ def _patches() -> tuple[Patch, ...]:
         absorbed: tuple[str, ...] = (attention, _path(model, "apply_rotary_pos_emb"), _path(model, "rotate_half"))
         if model in NORMS:
             absorbed = (*absorbed, norm)
+        decoder = _path(model, f"{name}Model.forward")
+        step = decoder, _path(model, f"{name}DecoderLayer.forward"), _path(model, f"{name}RotaryEmbedding.forward")
         found += [
+            Patch(
+                fusion=DECODE_GRAPH,
+                target=decoder,
+                absorbs=tuple(dict.fromkeys((*step, *absorbed, norm, mlp))),
+                build=decoder_forward,
+            ),
             Patch(fusion=transformers_decoder.RMS_NORM, target=norm, absorbs=(norm,), build=_norm),
             Patch(fusion=transformers_decoder.SWIGLU, target=mlp, absorbs=(mlp,), build=_mlp),
             Patch(

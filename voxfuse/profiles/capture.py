@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,8 +96,14 @@ def marked(model: nn.Module, stages: Sequence[Stage] = ()) -> Iterator[None]:
             if inside or isinstance(module, (*UNMARKED, torch.jit.ScriptModule)):
                 continue
             marks = [f"{STAGE}{stage_of[path]}"] if path in stage_of else []
-            _mark(module, [*marks, module_mark(path, type(module).__name__)], hooks)
+            _mark(module, [*marks, module_mark(path, _classes(path, paths))], hooks)
         yield
+
+
+def _classes(path: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Classes of the modules that a path leads through (without the root), its own last."""
+    parts = path.split(".")
+    return [type(modules[".".join(parts[:count])]).__name__ for count in range(1, len(parts) + 1)]
 
 
 def _mark(module: nn.Module, names: list[str], hooks: contextlib.ExitStack) -> None:

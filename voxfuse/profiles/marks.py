@@ -8,6 +8,7 @@ others have none of these: their outermost annotation then stands for the stage,
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 REQUEST, STAGE, MODULE = "voxfuse request: ", "voxfuse stage: ", "voxfuse module: "
@@ -33,16 +34,19 @@ class Context(NamedTuple):
     own: bool = False  # whether the stage was marked by voxfuse
 
 
-def module_mark(path: str, kind: str) -> str:
-    """The annotation of a call of the module at a path."""
-    return f"{MODULE}{path}|{kind}"
+def module_mark(path: str, classes: Iterable[str]) -> str:
+    """The annotation of a call of the module at a path; ``classes`` of the modules that it lies in, its own last."""
+    return f"{MODULE}{path}|{'/'.join(classes)}"
 
 
 def enter(name: str, outer: Context) -> Context | None:
     """The context inside a mark, or None where the mark changes nothing."""
     if name.startswith(MODULE):
-        path, _, kind = name[len(MODULE) :].partition("|")
-        return outer._replace(module=general(path), classes=(*outer.classes, kind))
+        path, _, found = name[len(MODULE) :].partition("|")
+        *parents, kind = found.split("/")
+        # a parent is missing outside where its parts are called, but not its own forward
+        missing = (parent for parent in parents if parent not in outer.classes)
+        return outer._replace(module=general(path), classes=(*outer.classes, *missing, kind))
     if name.startswith(STAGE):
         return outer._replace(stage=name[len(STAGE) :], own=True)
     if name.startswith(REQUEST):

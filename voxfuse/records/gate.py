@@ -96,11 +96,12 @@ class Utterance(Record, frozen=True, kw_only=True):
 
 
 class Block(Record, frozen=True, kw_only=True):
-    """One timed pair of the gate: the same list of utterances in two arms, one right after the other.
+    """One timed pair of the gate: the same list of utterances in two arms that take turns.
 
     ``kind`` is ``a/a`` (untouched in both), ``a/b`` (untouched, patched) or ``without:FUSION`` (untouched, patched
-    without that fusion). ``first`` says which arm ran first. ``wall_s`` and ``audio_s`` have one entry per utterance,
-    ``stages_s`` sums over the block, ``device`` holds NVML means over the block.
+    without that fusion). ``first`` says which arm spoke the first utterance; the other begins the next. ``wall_s`` and
+    ``audio_s`` have one entry per utterance, ``stages_s`` sums over the block, ``device`` holds NVML means of the arm
+    by itself.
     """
 
     kind: str
