@@ -82,20 +82,33 @@ class _Snake(nn.Module):
         return x + (1.0 / (alpha + self.no_div_by_zero)) * torch.pow(torch.sin(x * alpha), 2)
 
 
+class CausalConv1d(nn.Conv1d):
+    """A convolution whose zeros all lie in front, made on the host and put there by a copy, as upstream's."""
+
+    def __init__(self, channels: int, taps: int, dilation: int) -> None:
+        super().__init__(channels, channels, taps, dilation=dilation)
+        self.causal_padding, self.causal_type = dilation * (taps - 1), "left"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, channels, frames]."""
+        zeros = torch.zeros(*x.shape[:2], self.causal_padding).to(x)
+        return super().forward(torch.cat([zeros, x], dim=2))
+
+
 class SnakeBlock(nn.Module):
     """ResBlock of HiFT (arXiv:2309.09493): three times x + conv(snake(conv(snake(x)))). Weight norm as a
     parametrisation, as upstream's."""
 
-    def __init__(self, channels: int, taps: int) -> None:
+    def __init__(self, channels: int, taps: int, causal: bool = False) -> None:
         super().__init__()
 
+        def convolution(d: int) -> nn.Conv1d:
+            if causal:
+                return CausalConv1d(channels, taps, d)
+            return nn.Conv1d(channels, channels, taps, dilation=d, padding=d * (taps - 1) // 2)
+
         def convolutions(dilations: tuple[int, ...]) -> nn.ModuleList:
-            return nn.ModuleList(
-                nn.utils.parametrizations.weight_norm(
-                    nn.Conv1d(channels, channels, taps, dilation=d, padding=d * (taps - 1) // 2)
-                )
-                for d in dilations
-            )
+            return nn.ModuleList(nn.utils.parametrizations.weight_norm(convolution(d)) for d in dilations)
 
         self.convs1, self.convs2 = convolutions((1, 3, 5)), convolutions((1, 1, 1))
         self.activations1, self.activations2 = (nn.ModuleList(_Snake(channels) for _ in range(3)) for _ in range(2))
@@ -115,7 +128,8 @@ class HiftBlock:
     def __init__(self, case: Case, device: torch.device) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            block = SnakeBlock(case.tensors["x"].shape[1], int(case.parameters["taps"])).eval()
+            causal = case.parameters.get("padding") == "left"
+            block = SnakeBlock(case.tensors["x"].shape[1], int(case.parameters["taps"]), causal).eval()
         self._single, self._double = block.to(device), copy.deepcopy(block).double().to(device)
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
