@@ -9,6 +9,7 @@ import torch
 
 from voxfuse import apply_patches
 from voxfuse.e2e import guards as judge
+from voxfuse.e2e.command import speaker
 from voxfuse.e2e.gate import generate
 from voxfuse.e2e.protocol import declare, load_protocol
 from voxfuse.e2e.score import score
@@ -181,3 +182,19 @@ def test_another_length_than_the_oracles_is_a_failure(loaded, tmp_path):
     run = generate(stack, apply, declared, [HELLO], tmp_path, lambda *_: None, device="cpu", backend="reference")
     ((baseline, patched),) = run.pairs().values()
     assert baseline.output.failure == patched.output.failure == "19201 samples, where there should be 19200"
+
+
+def test_the_command_applies_what_the_vocoder_can_reach(stack, tmp_path, monkeypatch):
+    """A stack's language model has fusions too, which this part of it never calls: unfired ones fail a gate."""
+    asked = {}
+
+    def apply_patches_of(name, **options):
+        asked[name] = options
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("voxfuse.apply_patches", apply_patches_of)
+    monkeypatch.setattr("voxfuse.e2e.command.driver", lambda _: stack)
+    into = speaker(stack.name, "cpu", "smoke", 1, tmp_path, None, "reference", None, lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        into(False)
+    assert set(asked[stack.name]["include"]) == set(stack.fusions) and not asked[stack.name]["strict"]

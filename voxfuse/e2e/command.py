@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -132,8 +132,10 @@ def speaker(
     stack.load(device, model_dir)
     notify(f"loading {stack_name}", 1, 1)
 
+    covered: Sequence[str] | None = names or getattr(stack, "fusions", None)
+
     def apply(left_out: tuple[str, ...]) -> PatchSet:
-        include = None if names is None else [name for name in names if name not in left_out]
+        include = None if covered is None else [name for name in covered if name not in left_out]
         return apply_patches(
             stack.name, include=include, exclude=left_out, policy="all", backend=backend, strict=names is not None
         )

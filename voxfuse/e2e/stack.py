@@ -44,6 +44,7 @@ class Stack(Protocol):
 
     ``timed``: whether ``synthesize`` synchronises the device around its stages and reports their seconds. A driver may
     have ``stages`` (``voxfuse.profiles.capture.Stage``), by which ``voxfuse profile`` divides its time;
+    ``fusions``, the names of those that its own calls can reach, where it is a part of the stack alone;
     ``unintelligible``, the reason why its audio has no words to transcribe (None where it has); and ``oracle()``, what
     the last call should have given, computed in fp64 from its own inputs, float64 samples.
     """

@@ -22,7 +22,7 @@ SINE_SOURCE = Fusion(
     contract="same-precision",
     envelope="fp32 [rows, samples, 1], upsampled by 3 or more, at most 16 harmonics; inference only",
     kernels=("sine_source", "held_source"),
-    patterns=(FusionPattern(modules=("SourceModuleHnNSF",)),),
+    patterns=(FusionPattern(modules=("SourceModuleHnNSF",)), FusionPattern(modules=("SourceModuleHnNSF2",))),
 )
 
 

@@ -48,6 +48,7 @@ class HiftStack(ABC):
     sample_rate = 24_000
     workload = Workload(streaming=False, concurrency=False, reference_audio=False, languages=("en",))
     stages = (Stage("vocoder", "vocoder"),)
+    fusions = ("hift_source_graph", "hift_graph", "snake_conv_block", "sine_source")
 
     def __init__(self, timed: bool = False, width: int = 512) -> None:
         self.timed, self._width = timed, width
