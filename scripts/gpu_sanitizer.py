@@ -34,10 +34,11 @@ from voxfuse.kernels.qk_norm_rope_cached import qk_norm_rope_cached
 from voxfuse.kernels.ras_sampler import ras_sample
 from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
 from voxfuse.kernels.sampler import sample
-from voxfuse.kernels.sine_source import sine_source, stepped_source
+from voxfuse.kernels.sine_source import sine_source
 from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
 from voxfuse.kernels.small_attention import small_attention
 from voxfuse.kernels.snake import snake
+from voxfuse.kernels.stepped_source import stepped_source
 from voxfuse.kernels.stft import stft_complex, stft_polar
 from voxfuse.kernels.swiglu import swiglu
 

@@ -5,9 +5,10 @@ import torch
 
 from voxfuse.kernels import held_source as held_module
 from voxfuse.kernels import sine_source as sine_module
+from voxfuse.kernels import stepped_source as stepped_module
 from voxfuse.kernels._op import TALLIES
 from voxfuse.kernels.held_source import held_source
-from voxfuse.kernels.sine_source import stepped_source
+from voxfuse.kernels.stepped_source import stepped_source
 
 RATE, AMPLITUDE, NOISE_STD, THRESHOLD = 24_000.0, 0.1, 0.003, 10.0
 
@@ -36,7 +37,7 @@ def stepped_case(rows, frames, scale, device, harmonics=9):
     noise = torch.randn(rows, harmonics, frames * scale).transpose(1, 2)
     weight, bias = torch.randn(1, harmonics) * 0.7, torch.randn(1) * 0.1
     tensors = [value.to(device) for value in (frequencies(rows, frames), initial, noise, weight, bias)]
-    return stepped_source, sine_module.stepped_reference, tensors, (scale, RATE, AMPLITUDE, NOISE_STD, THRESHOLD)
+    return stepped_source, stepped_module.reference, tensors, (scale, RATE, AMPLITUDE, NOISE_STD, THRESHOLD)
 
 
 CASES = {"held": held_case, "stepped": stepped_case}
@@ -88,7 +89,7 @@ def test_a_stepped_phase_over_minutes(device, run, monkeypatch):
     noise = torch.zeros(1, frames * scale, 9, device=device)
     tensors = f0, initial, noise, torch.full((1, 9), 0.5, device=device), torch.zeros(1, device=device)
     numbers = scale, rate, AMPLITUDE, NOISE_STD, THRESHOLD
-    exact = sine_module.stepped_reference(*wide(tensors), None, *numbers)[:, -1600:]
+    exact = stepped_module.reference(*wide(tensors), None, *numbers)[:, -1600:]
     found = stepped_source(*tensors, None, *numbers, run=run)[:, -1600:]
     assert ((found.double() - exact).norm() / exact.norm()).item() < 3e-7
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from voxfuse.kernels import _launch, held_source, istft, sine_source, stft
+from voxfuse.kernels import _launch, held_source, istft, sine_source, stepped_source, stft
 from voxfuse.kernels._op import TALLIES, Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -40,7 +40,7 @@ def source_case(frames, rows=2):
 
 def stepped_case(frames, rows=2):
     _, (f0, initial, *rest), _, _ = source_case(frames, rows)
-    return sine_source.stepped_source, (f0, initial - 0.5, *rest), SETTINGS, frames
+    return stepped_source.stepped_source, (f0, initial - 0.5, *rest), SETTINGS, frames
 
 
 def held_case(frames, rows=2):

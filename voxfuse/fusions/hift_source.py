@@ -23,7 +23,8 @@ from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
 from voxfuse.kernels._weight_norm import class_of
 from voxfuse.kernels.held_source import held_source
-from voxfuse.kernels.sine_source import MAX_HARMONICS, sine_source, stepped_source
+from voxfuse.kernels.sine_source import MAX_HARMONICS, sine_source
+from voxfuse.kernels.stepped_source import stepped_source
 
 NOISE_FRAMES = 2048  # of a causal source's noise that is kept on the device: 35 MB at 480 samples and 9 harmonics
 STEPPED, INTERPOLATED, CAUSAL = "SineGen", "SineGen2", "causal SineGen2"

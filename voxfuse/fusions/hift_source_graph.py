@@ -26,7 +26,7 @@ HIFT_SOURCE_GRAPH = Fusion(
     contract="same-precision",
     envelope="fp32 mel on a CUDA GPU, inference without autocast, 1 to 16 rows, 1 to 2048 mel frames, buckets captured "
     "before",
-    kernels=("sine_source", "held_source"),
+    kernels=("sine_source", "stepped_source", "held_source"),
     graph=True,
     patterns=(FusionPattern(modules=("ConvRNNF0Predictor",)), FusionPattern(modules=("CausalConvRNNF0Predictor",))),
 )

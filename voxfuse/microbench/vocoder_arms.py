@@ -15,8 +15,9 @@ from voxfuse.fusions import adain_conv_block, snake_conv_block
 from voxfuse.kernels._op import Run
 from voxfuse.kernels.held_source import held_source
 from voxfuse.kernels.istft import istft_polar
-from voxfuse.kernels.sine_source import sine_source, stepped_source
+from voxfuse.kernels.sine_source import sine_source
 from voxfuse.kernels.snake import snake
+from voxfuse.kernels.stepped_source import stepped_source
 from voxfuse.kernels.stft import stft_polar
 from voxfuse.microbench.operation import Operation, smooth
 from voxfuse.microbench.timer import Inputs
