@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from decode_cases import BEGIN, DEVICE, EPS, MODELS, RUN, double, error, gpu_us, host_us, normal
-from gemm_step import decode_steps
+from gemm_step import decode_steps, predictor_times
 
 import voxfuse
 from voxfuse.kernels._op import TALLIES
@@ -285,6 +285,7 @@ def main() -> int:
     most_rows: dict[tuple[str, str, int, int], int] = {}
     table(most_rows)
     decode_steps({key: rows for key, rows in most_rows.items() if rows}, late)
+    predictor_times()
     options_table()
     (one,) = arguments(projection(CASES[0].model, "QKV"), 1, CASES[0].dtypes[0], 1)
     print(f"\nhost µs of an eager call: {host_us(lambda: skinny_linear(*one, run=RUN)):.0f}")
