@@ -68,12 +68,22 @@ def tile_sums(
         w = tl.load(weight_ptr + k, mask=(n[None, :, None] < N) & (k < K), other=0.0)  # [SLICES, BLOCK_N, BLOCK_K]
         sums = _product(x, w, sums, TARGET)
     else:
+        lost = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, K, SLICES * BLOCK_K):
             w = tl.load(weight_ptr + start + k, mask=(n[None, :, None] < N) & (start + k < K), other=0.0)
             x = tl.load(x_ptr + rows + start + k, mask=real & (start + k < K), other=0.0)
             if norm_ptr is not None:
                 x = normed(x, norm_ptr, start + k, K, rstd, ORDER, TARGET)
-            sums = _product(x, w, sums, TARGET)
+            if weight_ptr.dtype.element_ty == tl.float32:
+                part = _product(x, w, tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32), TARGET)
+                total = sums + part
+                back = total - sums
+                lost += (sums - (total - back)) + (part - back)  # what the addition rounded away (Knuth's TwoSum)
+                sums = total
+            else:
+                sums = _product(x, w, sums, TARGET)
+        if weight_ptr.dtype.element_ty == tl.float32:
+            sums = tl.where(lost == lost, sums + lost, sums)  # infinite sums lose NaN
     return pairwise(tl.permute(sums, 1, 2, 0), SLICES)
 
 
