@@ -23,7 +23,9 @@ from gpu_suite_state import NOT_REACHED, Row, Suite
 from voxfuse.kernels._op import TALLIES, FusedOp, Run
 from voxfuse.kernels.adain import adain_act
 from voxfuse.kernels.adain_channels_last import adain_channels_last
+from voxfuse.kernels.embedding_sum import embedding_sum
 from voxfuse.kernels.gqa_decode import gqa_decode
+from voxfuse.kernels.held_source import held_source
 from voxfuse.kernels.istft import istft_limited, istft_polar
 from voxfuse.kernels.mean_act import mean_act
 from voxfuse.kernels.moments import moments, residual_moments
@@ -32,7 +34,9 @@ from voxfuse.kernels.qk_norm_rope_cached import qk_norm_rope_cached
 from voxfuse.kernels.ras_sampler import ras_sample
 from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
 from voxfuse.kernels.sampler import sample
-from voxfuse.kernels.sine_source import sine_source
+from voxfuse.kernels.sine_source import sine_source, stepped_source
+from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
+from voxfuse.kernels.small_attention import small_attention
 from voxfuse.kernels.snake import snake
 from voxfuse.kernels.stft import stft_complex, stft_polar
 from voxfuse.kernels.swiglu import swiglu
@@ -111,11 +115,24 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
         samples = 300 * frames
         source = (100 + 50 * normal(2, samples)).abs(), torch.rand(2, 9, device=device), normal(2, samples, 9)
         yield sine_source, (*source, normal(1, 9), normal(1), None, 300, 24_000.0, 0.1, 0.003, 10.0)
+        ends = torch.tensor([frames, frames // 2], device=device)
+        f0, linear = source[0][:, ::300].contiguous(), (normal(1, 9), normal(1))
+        yield stepped_source, (f0, *source[1:], *linear, ends, 300, 24_000.0, 0.1, 0.003, 10.0)
+        yield held_source, (normal(2, frames, 9), f0, source[2], *linear, ends, 300, 0.1, 0.003, 10.0)
     for width in (7, 896, 1000):
         x, weight = normal(3, width), normal(width)
         yield rms_norm, (x, weight, 1e-6, "cast_then_scale")
         yield add_rms_norm, (x, normal(3, width), weight, 1e-6, "cast_then_scale")
         yield swiglu, (x, normal(3, width))
+    for rows, inputs, outputs in ((1, 100, 7), (3, 1025, 61), (16, 2056, 1000)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, gate, up = (normal(size, inputs).to(dtype) for size in (rows, outputs, outputs))
+            norm, bias, residual = (normal(*shape).to(dtype) for shape in ((inputs,), (outputs,), (rows, outputs)))
+            yield skinny_linear, (x, gate, bias, residual, norm, 1e-6, "cast_then_scale")
+            yield skinny_linear, (x, gate, None, None, None, 0.0, "cast_then_scale")
+            yield skinny_swiglu, (x, gate, up, bias, None, norm, 1e-6, "cast_then_scale")
+        ids, starts = torch.tensor([[0, 4], [4, 0], [9, 9]], device=device), torch.tensor([0, 5], device=device)
+        yield embedding_sum, (ids, normal(10, inputs), starts, "each")  # the last token's ids are beyond the table
     for vocabulary in (7, 1000, 6561):
         noise = torch.rand(2, vocabulary, device=device) + 1e-3
         recent = torch.zeros(2, 10, dtype=torch.int64, device=device)
@@ -141,6 +158,8 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
         yield qk_norm_rope, (*heads_of_token, *rope)
         slots = torch.tensor([[keys - 1], [2]], device=device)
         yield qk_norm_rope_cached, (*heads_of_token, normal(2, 1, kv_heads, 64), *kv, slots, *rope)
+        few = normal(2, kv_heads, 17, 64), normal(2, kv_heads, 17, 64), torch.tensor([16, 0], device=device)
+        yield small_attention, (*heads_of_token, normal(2, 1, kv_heads, 64), *few, *rope, 0.125)
 
 
 @torch.no_grad()

@@ -1,21 +1,31 @@
-"""The real HiFT classes of CosyVoice2 (``cosyvoice-minicpmo``) and Chatterbox (``chatterbox-tts``), small and random.
+"""The real HiFT classes of CosyVoice2 (``cosyvoice-minicpmo``) and Chatterbox (``chatterbox-tts``), small and random;
+those of CosyVoice3 from the checkout that COSYVOICE_HOME names (and then CosyVoice2's too), else our reference.
 
-Both distributions are installed without what they depend on, so two things of their imports are stood in for: SciPy's
-``get_window``, the only function of it that HiFT calls, and the ``__init__`` files of chatterbox, which import the
-whole stack.
+Both distributions are installed without what they depend on: the drivers' loader stands in for what is absent.
 """
 
-import importlib
-import importlib.util
+import os
 import sys
-from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
-MODULES = {"cosyvoice2": "cosyvoice.hifigan.generator", "chatterbox": "chatterbox.models.s3gen.hifigan"}
-PREDICTORS = {"cosyvoice2": "cosyvoice.hifigan.f0_predictor", "chatterbox": "chatterbox.models.s3gen.f0_predictor"}
+from voxfuse.e2e.stacks import _hift_import
+from voxfuse.patches import _cosyvoice_import
+from voxfuse.patches.cosyvoice3 import REFERENCE
+
+CHECKOUT = bool(os.environ.get(_cosyvoice_import.HOME))
+MODULES = {
+    "cosyvoice2": _cosyvoice_import.HIFT,
+    "chatterbox": "chatterbox.models.s3gen.hifigan",
+    "cosyvoice3": _cosyvoice_import.HIFT if CHECKOUT else REFERENCE,
+}
+PREDICTORS = {
+    "cosyvoice2": _cosyvoice_import.F0_PREDICTOR,
+    "chatterbox": "chatterbox.models.s3gen.f0_predictor",
+    "cosyvoice3": _cosyvoice_import.F0_PREDICTOR if CHECKOUT else REFERENCE,
+}
+SHORT_NOISE_SAMPLES = 30 * 24_000  # of the reference: upstream's five minutes take half a second to draw
 BINS = 20
 SMALL = {
     "in_channels": BINS,
@@ -26,6 +36,7 @@ SMALL = {
     "upsample_kernel_sizes": [8, 7],
     "resblock_kernel_sizes": [3, 7, 11],
     "source_resblock_kernel_sizes": [7, 11],
+    "source_resblock_dilation_sizes": [[1, 3, 5]] * 2,
 }
 RELEASED = {
     "sampling_rate": 24_000,
@@ -38,26 +49,14 @@ RELEASED = {
 
 def importable(stack):
     """Whether the distribution of a stack is installed; then its HiFT module is imported and returned, else None."""
-    top = MODULES[stack].partition(".")[0]
-    if top not in sys.modules and importlib.util.find_spec(top) is None:
+    try:
+        generator, _ = getattr(_hift_import, stack)()
+    except ImportError:
         return None
-    if stack == "chatterbox":
-        for name in ("chatterbox", "chatterbox.models", "chatterbox.models.s3gen"):
-            if name not in sys.modules:
-                sys.modules[name] = importlib.util.module_from_spec(importlib.util.find_spec(name))
-    with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("scipy") is None:
-            scipy, signal = ModuleType("scipy"), ModuleType("scipy.signal")
-            signal.get_window = _get_window
-            patch.setitem(sys.modules, "scipy", scipy)
-            patch.setitem(sys.modules, "scipy.signal", signal)
-        importlib.import_module(PREDICTORS[stack])
-        return importlib.import_module(MODULES[stack])
-
-
-def _get_window(kind, samples, fftbins):
-    assert kind == "hann" and fftbins
-    return 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(samples) / samples)
+    module = sys.modules[generator.__module__]
+    if module.__name__ == REFERENCE:
+        module.NOISE_SAMPLES = SHORT_NOISE_SAMPLES
+    return module
 
 
 def upstream(stack):
@@ -71,11 +70,12 @@ def upstream(stack):
 def generator(stack, **settings):
     """A HiFTGenerator with random parameters where upstream's initial ones hide a mistake: alphas and biases."""
     module = upstream(stack)
-    settings = SMALL | settings
-    predictor = sys.modules[PREDICTORS[stack]].ConvRNNF0Predictor(
+    causal = "Causal" if stack == "cosyvoice3" else ""
+    settings = SMALL | ({"nb_harmonics": 8} if causal else {}) | settings  # its random phases are of nine
+    predictor = vars(sys.modules[PREDICTORS[stack]])[f"{causal}ConvRNNF0Predictor"](
         in_channels=settings.get("in_channels", 80), cond_channels=16
     )
-    hift = module.HiFTGenerator(**settings, f0_predictor=predictor)
+    hift = vars(module)[f"{causal}HiFTGenerator"](**settings, f0_predictor=predictor)
     with torch.no_grad():
         for name, parameter in hift.named_parameters():
             if name.endswith("alpha"):

@@ -8,6 +8,7 @@ import pytest
 from tone_gate import COUNT, Case, failed, outcomes, protocol_of, silent
 from tone_stack import TEXTS, TonePatches
 
+from voxfuse.e2e import generate as generate_module
 from voxfuse.e2e.gate import generate
 from voxfuse.e2e.rundir import PeakMemory, RunDirectory
 from voxfuse.e2e.score import score
@@ -23,7 +24,12 @@ def case(tmp_path):
 def timed(case, monkeypatch):
     """``timed(patched_s, untouched_s)``: how long the stack takes, by a clock of our own with 1 % noise."""
     now, rng = [0.0], np.random.default_rng(0)
-    monkeypatch.setattr("voxfuse.e2e.generate.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def advance(seconds):
+        now[0] += seconds
+
+    clock = SimpleNamespace(perf_counter=lambda: now[0], advance=advance)
+    monkeypatch.setattr("voxfuse.e2e.generate.time", clock)
     speak = case.stack.synthesize
 
     def set_pace(patched_s, untouched_s):
@@ -57,6 +63,29 @@ def test_on_a_gpu_speed_is_timed_in_pairs_and_judged(case, timed):
     run = RunDirectory.open(case.path)
     run.append("memory.jsonl", [PeakMemory(arm="baseline", peak_bytes=100), PeakMemory(arm="patched", peak_bytes=103)])
     assert score(run, case.reader, silent).verdict == "pass"
+
+
+def test_a_host_that_changes_its_pace_makes_no_noise(case, timed):
+    """Slow for a while, then fast, each for an odd number of outputs: longer than a text, about as long as a block."""
+    timed(0.2, 0.3)
+    steady, spoken = case.stack.synthesize, [0]
+    clock = generate_module.time.perf_counter
+
+    def synthesize(text, seed):
+        begin = clock()
+        speech = steady(text, seed)
+        spoken[0] += 1
+        if spoken[0] // 9 % 2:
+            generate_module.time.advance(0.8 * (clock() - begin))
+        return speech
+
+    case.stack.synthesize = synthesize
+    declared = protocol_of(throughput=MANY | {"block_sentences": 4})
+    verdict = case.verdict(declared=declared, device="cuda")
+    metrics = {metric.name: metric for metric in verdict.metrics}
+    noise, gain = metrics["throughput ratio a/a"], metrics["throughput ratio a/b"]
+    assert noise.high - noise.low < 0.15 and gain.patched == pytest.approx(1.5, abs=0.1)
+    assert outcomes(verdict)["throughput improves"] == "pass"
 
 
 def test_a_slower_patch_fails(case, timed):

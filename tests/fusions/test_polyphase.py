@@ -58,7 +58,7 @@ def test_new_weights_are_packed_anew():
 
 
 def test_what_does_not_fit_is_refused_with_the_reason():
-    assert "expected ConvTranspose1d, got Conv1d" in unsupported(nn.Conv1d(2, 2, 3))
+    assert "expected ConvTranspose1d or CausalConv1dUpsample, got Conv1d" in unsupported(nn.Conv1d(2, 2, 3))
     assert "one group" in unsupported(nn.ConvTranspose1d(4, 4, 3, 2, groups=2))
     assert "one group" in unsupported(nn.ConvTranspose1d(4, 4, 3, 2, dilation=2))
     assert "3 taps" in unsupported(nn.ConvTranspose1d(4, 4, 5, 2, groups=4))

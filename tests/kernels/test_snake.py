@@ -161,7 +161,7 @@ def test_wrong_shapes_are_named(device):
 
     assert reason() is None
     assert "31 frames" in reason(frames=31)
-    assert "4 phases must have 32 frames" in reason(phases=4)
+    assert "4 phases alike of together at least 32 frames" in reason(phases=4)
     assert "alpha" in reason(alpha=alpha[:3]) and "alpha" in reason(alpha=alpha.half())
     assert "bias" in reason(bias=bias[:3]) and "residual" in reason(residual=residual[:, :4])
     assert "lengths" in reason(lengths=lengths[:1])

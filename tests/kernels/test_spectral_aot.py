@@ -3,7 +3,7 @@
 import pytest
 from aot import TARGETS, Request, compile_ahead
 
-from voxfuse.kernels import istft, sine_source, stft
+from voxfuse.kernels import held_source, istft, sine_source, stft
 from voxfuse.kernels._dft import twiddles
 
 pytestmark = pytest.mark.aot
@@ -37,11 +37,29 @@ KERNELS = {
         pointers("f0_ptr", "noise_ptr", "weight_ptr", "bias_ptr", "y_ptr")
         | dict.fromkeys(("frames", "stride_f0r", "stride_f0t", "stride_nr", "stride_nt", "stride_nk"), "i32")
         | dict.fromkeys(("sampling_rate", "amplitude", "noise_std", "unvoiced_noise", "threshold"), "fp32"),
-        {"SCALE": 300, "HELD": False, "HARMONICS": 9, "BLOCK_T": sine_source.BLOCK_SAMPLES,
+        {"initial_ptr": None, "SCALE": 300, "HELD": False, "HARMONICS": 9, "BLOCK_T": sine_source.BLOCK_SAMPLES,
          "BLOCK_F": sine_source.BLOCK_FRAMES, "stride_nt": 1},
     ),
+    "stepped_source": (
+        "voxfuse.kernels.sine_source:_sine_source_kernel",
+        pointers("f0_ptr", "noise_ptr", "weight_ptr", "bias_ptr", "y_ptr", "initial_ptr")
+        | dict.fromkeys(("frames", "stride_f0r", "stride_f0t", "stride_nr", "stride_nt", "stride_nk"), "i32")
+        | dict.fromkeys(("sampling_rate", "amplitude", "noise_std", "unvoiced_noise", "threshold"), "fp32"),
+        {"SCALE": 480, "HELD": True, "HARMONICS": 9, "BLOCK_T": sine_source.BLOCK_SAMPLES,
+         "BLOCK_F": sine_source.BLOCK_FRAMES, "stride_f0t": 1, "stride_nt": 1},
+    ),
+    "held_source": (
+        "voxfuse.kernels.held_source:_held_source_kernel",
+        pointers("sines_ptr", "f0_ptr", "noise_ptr", "weight_ptr", "bias_ptr", "y_ptr")
+        | dict.fromkeys(("frames", *(f"stride_{t}{axis}" for t in ("s", "n") for axis in "rtk"), "stride_f0r",
+                         "stride_f0t"), "i32")
+        | dict.fromkeys(("amplitude", "noise_std", "unvoiced_noise", "threshold"), "fp32"),
+        {"SCALE": 480, "HELD": True, "HARMONICS": 9, "BLOCK_T": held_source.BLOCK_SAMPLES, "stride_st": 1,
+         "stride_f0t": 1, "stride_nk": 1},
+    ),
 }  # fmt: skip
-REGISTERS = {"stft": 144, "istft": 168, "sine_source": 128}
+SOURCES = ("sine_source", "stepped_source", "held_source")
+REGISTERS = {"stft": 144, "istft": 168, "sine_source": 128, "stepped_source": 128, "held_source": 128}
 
 
 @pytest.fixture(scope="module")
@@ -61,5 +79,5 @@ def test_resources(name, target, compiled):
     assert found.spills == 0, f"{found.spills} bytes of registers spilled"
     assert found.registers <= (256 if target.startswith("gfx") else REGISTERS[name])
     assert found.counts[CALLS] == 0, "a library or approximate function was called"
-    if target.startswith("sm_") and name != "sine_source":
+    if target.startswith("sm_") and name not in SOURCES:
         assert found.counts[FP64_CONSTANT] > 0, "twiddle factors are not fp64 constants"

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from voxfuse.kernels import _launch, istft, sine_source, stft
+from voxfuse.kernels import _launch, held_source, istft, sine_source, stft
 from voxfuse.kernels._op import TALLIES, Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -38,7 +38,24 @@ def source_case(frames, rows=2):
     return sine_source.sine_source, (f0, torch.rand(rows, 9, device="cuda"), noise, weight, bias), SETTINGS, frames
 
 
-CASES = {"stft": stft_case, "istft": istft_case, "sine_source": source_case}
+def stepped_case(frames, rows=2):
+    _, (f0, initial, *rest), _, _ = source_case(frames, rows)
+    return sine_source.stepped_source, (f0, initial - 0.5, *rest), SETTINGS, frames
+
+
+def held_case(frames, rows=2):
+    _, (f0, _, noise, weight, bias), _, _ = source_case(frames, rows)
+    sines = torch.sin(100 * torch.rand(rows, 9, frames, device="cuda")).transpose(1, 2)
+    return held_source.held_source, (sines, f0, noise, weight, bias), (SCALE, *SETTINGS[2:]), frames
+
+
+CASES = {
+    "stft": stft_case,
+    "istft": istft_case,
+    "sine_source": source_case,
+    "stepped_source": stepped_case,
+    "held_source": held_case,
+}
 
 
 def wide(tensors):
@@ -48,7 +65,8 @@ def wide(tensors):
 @pytest.mark.parametrize("name", CASES)
 def test_lengths_do_not_recompile(name):
     before = len(_launch._compiled)
-    kernels = getattr({"stft": stft, "istft": istft, "sine_source": sine_source}[name], f"_{name}_kernel")
+    homes = {"stft": stft, "istft": istft, "held_source": held_source}
+    kernels = getattr(homes.get(name, sine_source), f"_{name.replace('stepped', 'sine')}_kernel")
     for frames in range(101, 150):
         op, tensors, rest, _ = CASES[name](frames)
         op(*tensors, None, *rest, run=RUN)

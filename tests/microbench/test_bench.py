@@ -262,10 +262,14 @@ def test_every_class_has_a_shape_in_it_and_candidates_the_table_allows() -> None
         for name in tunable.classes:
             candidates = tunable.candidates(name)
             assert len(candidates) >= 2
-            assert {key for candidate in candidates for key in candidate} <= {"num_warps", "num_stages", "maxnreg"}
+            assert {key for candidate in candidates for key in candidate} <= {
+                *_tuned.PORTABLE_OPTIONS,
+                *_tuned.BLOCK_OPTIONS,
+                "maxnreg",
+            }
     shapes = {name: shape[2] for name, shape in tune._ADAIN_SHAPES.items()}
     assert {name: shape_class(frames) for name, frames in shapes.items()} == {name: name for name in shapes}
-    assert tune.operations_of(("adain_snake",)) == tune.operations_of(()) == [OPERATION]
+    assert tune.operations_of(("adain_snake",)) == [OPERATION] and tune.operations_of(()) == [*tune.TUNABLE]
     with pytest.raises(KeyError, match="nothing to tune for other; fusions with an entry in TUNABLE: adain_leaky_relu"):
         tune.operations_of(("other",))
 

@@ -32,7 +32,8 @@ def test_every_case_names_a_fusion_of_its_stack_that_has_arms():
 
 def test_an_unknown_stack_is_named_with_the_known_ones():
     with pytest.raises(
-        KeyError, match="no micro cases for stack 'nobody'; there are some for: chatterbox, cosyvoice2, kokoro"
+        KeyError,
+        match="no micro cases for stack 'nobody'; there are some for: chatterbox, cosyvoice2, cosyvoice3, kokoro",
     ):
         load_cases("nobody")
 

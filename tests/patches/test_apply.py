@@ -92,7 +92,7 @@ def test_a_patch_for_another_backend_is_left_out(toy: ToyStack) -> None:
 def test_default_targets_are_the_speech_stacks_with_patches(toy: ToyStack, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = StackPatches("kokoro", "no-such-distribution", (), _raise_import_error, {}, toy.all_patches[:1])
     monkeypatch.setitem(registry.STACKS, "kokoro", lambda: absent)
-    for name in ("cosyvoice2", "chatterbox"):
+    for name in ("cosyvoice2", "cosyvoice3", "chatterbox"):
         monkeypatch.delitem(registry.STACKS, name)
     monkeypatch.setitem(registry.STACKS, "transformers", lambda: pytest.fail("a general library, only by name"))
     with apply() as patches:
@@ -115,10 +115,12 @@ def test_a_broken_installation_is_skipped_with_its_error(toy: ToyStack, monkeypa
 
 
 def test_known_stacks_without_patches_and_families() -> None:
-    with apply("cosyvoice", "cosyvoice2") as patches:
+    with apply("cosyvoice", "cosyvoice2", "moss_tts") as patches:
         receipts = patches.receipts
-    assert {*(stacks := [receipt.stack for receipt in receipts])} == {"cosyvoice2", "cosyvoice3"}
-    assert stacks.count("cosyvoice3") == 1 and stacks.count("cosyvoice2") == 4  # once though named twice
+    assert {*(stacks := [receipt.stack for receipt in receipts])} == {"cosyvoice2", "cosyvoice3", "moss_tts"}
+    for name in ("cosyvoice2", "cosyvoice3"):  # once though named twice
+        stack = registry.patches_of(name)
+        assert stack is not None and stacks.count(name) == len(stack.patches)
     assert (receipts[-1].status, receipts[-1].reason) == ("skipped", "no patches for this stack in this version")
 
 

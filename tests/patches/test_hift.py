@@ -1,4 +1,4 @@
-"""The patches of CosyVoice2 and Chatterbox on their real HiFT classes, against the untouched module."""
+"""The patches of HiFT on the real classes of every stack (hift_classes), against the untouched module."""
 
 import copy
 import io
@@ -74,13 +74,17 @@ def test_one_instance_among_two(stack, hift):
     baseline, _ = infer(hift, mel)
     with voxfuse.apply_patches(hift, policy="all", backend="reference") as patches:
         assert relative_rms(infer(hift, mel)[0], baseline) < CLOSE
-        (receipt,) = (receipt for receipt in patches.receipts if receipt.fusion == "snake_conv_block")
-        calls = receipt.calls
-        assert calls == 7 * receipt.count
+        calls, counts = _block_calls(patches)
+        assert calls == 7 * counts
         assert torch.equal(infer(other, mel)[0], baseline)
-        (receipt,) = (receipt for receipt in patches.receipts if receipt.fusion == "snake_conv_block")
-        assert receipt.calls == calls
+        assert _block_calls(patches) == (calls, counts)
     assert torch.equal(infer(hift, mel)[0], baseline)
+
+
+def _block_calls(patches):
+    """Calls and blocks; of upstream's checkout two stacks have the block, and share one replacement."""
+    ((calls, count),) = {(r.calls, r.count) for r in patches.receipts if r.fusion == "snake_conv_block"}
+    return calls, count
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -156,8 +160,7 @@ def graphs(stack, monkeypatch):
 
 
 def test_replays_of_interleaved_lengths_sound_as_upstream(hift, stack, graphs):
-    untouched = hift_classes.generator(stack)
-    untouched.load_state_dict(hift.state_dict())
+    untouched = copy.deepcopy(hift)
     untouched.decode = _original(untouched)
     with capturing():
         for frames in (12, 3, 16, 1, 9):
@@ -181,7 +184,9 @@ def _original(hift):
     return original.__get__(hift)
 
 
-def test_a_cached_source_is_heard_and_returned(hift, graphs):
+def test_a_cached_source_is_heard_and_returned(hift, stack, graphs):
+    if stack == "cosyvoice3":
+        pytest.skip("its source is drawn from frame 0 at every call: no cache")
     mel = mel_of(1, 8)
     _, source = infer(hift, mel)
     cache = torch.flip(source[:, :, :100], [2]).clone()
@@ -257,15 +262,14 @@ def test_mixed_lengths_through_a_graph(hift, stack):
 
 
 def test_generators_that_are_not_upstreams_are_refused_by_name(stack, hift):
-    patched = registry.patches_of(stack).patches
-    foreign = patched[0].build.keywords["foreign"]
-    assert _hift._foreign_generator(foreign, hift) is None and hift_graph.foreign_part(hift) is None
+    where = registry.patches_of(stack).patches[0].build.keywords["where"]
+    assert _hift.foreign_generator(where, hift) is None and hift_graph.foreign_part(hift) is None
     changed = copy.deepcopy(hift)
     changed._stft = lambda x: x
-    assert "already patched" in _hift._foreign_generator(foreign, changed)
+    assert "already patched" in _hift.foreign_generator(where, changed)
     changed = copy.deepcopy(hift)
     changed.resblocks[2].activations2[1] = torch.nn.SiLU()
-    assert _hift._foreign_generator(foreign, changed) == "the activation is SiLU, expected upstream's Snake"
+    assert _hift.foreign_generator(where, changed) == "the activation is SiLU, expected upstream's Snake"
     hift.f0_predictor.condnet[0].register_forward_hook(lambda *_: None)
     assert hift_graph.foreign_part(hift) is None
     hift.source_downs[0].register_forward_hook(lambda *_: None)
@@ -300,3 +304,10 @@ def test_a_call_without_rows_is_upstreams(stack, hift):
         (receipt,) = (receipt for receipt in patches.receipts if receipt.fusion == "snake_conv_block")
         (reason,) = receipt.fallbacks
         assert "not empty" in reason
+
+
+def test_an_instance_asked_for_strictly(stack, hift):
+    """CosyVoice's two stacks share classes; neither stands in the way of the other."""
+    with voxfuse.apply_patches(hift, policy="all", backend="reference", strict=True) as patches:
+        applied = {receipt.fusion for receipt in patches.receipts if receipt.status == "applied"}
+    assert "snake_conv_block" in applied

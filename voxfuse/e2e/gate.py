@@ -63,6 +63,7 @@ def generate(
             texts_sha256=texts_sha256(texts),
             environment=capture_environment((stack.distribution, *PACKAGES)),
             workload=describe_workload(stack, texts),
+            unintelligible=getattr(stack, "unintelligible", None),
             created_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         run = RunDirectory.create(directory, header, texts)

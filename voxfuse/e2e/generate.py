@@ -12,7 +12,7 @@ from typing import Protocol as Interface
 import msgspec
 import numpy as np
 
-from voxfuse.e2e.fidelity import audio_sha256, compare
+from voxfuse.e2e.fidelity import audio_sha256, compare, snr_db
 from voxfuse.e2e.guards import fidelity_violation
 from voxfuse.e2e.protocol import Protocol, seed_of
 from voxfuse.e2e.rundir import ARMS, ArmName, Pair, RunDirectory, Spoken
@@ -22,6 +22,7 @@ from voxfuse.profiles.nvml import NvmlSampler, current_gpu
 from voxfuse.records import ArmUtterance, Block, Receipt
 
 Notify = Callable[[str, int, int], None]  # phase, done, of how many
+DEVICE_S = 1.5  # NVML refreshes utilisation every 1/6 s to 1 s
 
 
 class Patches(Interface):
@@ -65,7 +66,7 @@ def speak(run: RunDirectory, stack: Stack, patches: Patches, repetitions: Iterab
         counted = patches.receipts  # what only warming up fell back from is no fault
     for done, (repetition, index, text) in enumerate(missing):
         notify("speaking", done + len(keys) - len(missing), len(keys))
-        order = ARMS if (index + repetition) % 2 == 0 else ARMS[::-1]
+        order = _order(index + repetition)
         pair = _speak_pair(run, stack, patches, text, repetition, order)
         before, counted = counted, patches.receipts
         run.append("receipts.jsonl", _since(before, counted))
@@ -91,65 +92,77 @@ def violates(pair: Pair, protocol: Protocol) -> bool:
 
 
 def time_blocks(run: RunDirectory, stack: Stack, patches: Patches, kind: str, pairs: int, notify: Notify) -> None:
-    """Time pairs of blocks that are not yet timed: the same texts in both arms, one right after the other, ABBA.
+    """Time pairs of blocks that are not yet timed: every text in both arms, one right after the other, ABBA.
 
+    A host changes its pace for seconds at a time, so the arms take turns from text to text, not from block to block.
     ``kind`` as in ``records.Block``; with ``a/a`` both arms run untouched code. Texts that failed in either arm are
-    left out. Utilisation, memory, clocks and power are sampled beside it where NVML is at hand.
+    left out.
     """
     there = sum(block.kind == kind for block in run.blocks())
     texts = _block_texts(run)
     if there >= pairs or not texts:
         return
-    with NvmlSampler(current_gpu()) as sampler:
-        _time_arm(run, stack, patches, texts, touched=False)
-        with capturing():
-            _time_arm(run, stack, patches, texts, touched=kind != "a/a")
-        for index in range(there, pairs):
-            notify(f"timing {kind}", index, pairs)
-            order = ARMS if index % 2 == 0 else ARMS[::-1]
-            timed: dict[ArmName, _Timed] = {}
-            for arm in order:
-                begin = time.perf_counter()
-                wall, audio = _time_arm(run, stack, patches, texts, touched=arm == "patched" and kind != "a/a")
-                timed[arm] = _Timed(wall, audio, sampler.means(begin, time.perf_counter()))
-            base, patched = timed["baseline"], timed["patched"]
-            run.append(
-                "timings.jsonl",
-                [
-                    Block(
-                        kind=kind,
-                        index=index,
-                        first=order[0],
-                        baseline_wall_s=base.wall_s,
-                        patched_wall_s=patched.wall_s,
-                        baseline_audio_s=base.audio_s,
-                        patched_audio_s=patched.audio_s,
-                        baseline_device=base.device,
-                        patched_device=patched.device,
-                    )
-                ],
-            )
+    touched: dict[ArmName, bool] = {"baseline": False, "patched": kind != "a/a"}
+    with capturing():
+        for arm in ARMS:  # warm up
+            for text in texts:
+                _time(run, stack, patches, text, touched[arm])
+    device = _device_means(run, stack, patches, texts) if kind == "a/b" else {}
+    for index in range(there, pairs):
+        notify(f"timing {kind}", index, pairs)
+        wall: dict[ArmName, list[float]] = {arm: [] for arm in ARMS}
+        audio: dict[ArmName, list[float]] = {arm: [] for arm in ARMS}
+        for turn, text in enumerate(texts, index):
+            for arm in _order(turn):
+                wall_s, audio_s = _time(run, stack, patches, text, touched[arm])
+                wall[arm].append(wall_s)
+                audio[arm].append(audio_s)
+        run.append(
+            "timings.jsonl",
+            [
+                Block(
+                    kind=kind,
+                    index=index,
+                    first=_order(index)[0],
+                    baseline_wall_s=tuple(wall["baseline"]),
+                    patched_wall_s=tuple(wall["patched"]),
+                    baseline_audio_s=tuple(audio["baseline"]),
+                    patched_audio_s=tuple(audio["patched"]),
+                    baseline_device=device.get("baseline", {}),
+                    patched_device=device.get("patched", {}),
+                )
+            ],
+        )
     notify(f"timing {kind}", pairs, pairs)
 
 
-class _Timed(NamedTuple):
-    wall_s: tuple[float, ...]
-    audio_s: tuple[float, ...]
-    device: dict[str, float]
+def _order(turn: int) -> Sequence[ArmName]:
+    return ARMS if turn % 2 == 0 else ARMS[::-1]
 
 
-def _time_arm(
-    run: RunDirectory, stack: Stack, patches: Patches, texts: Sequence[Text], touched: bool
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Wall seconds and audio seconds of each text."""
-    wall, audio = [], []
-    with contextlib.nullcontext() if touched else patches.paused(), _stage_timers(stack, on=False):
-        for text in texts:
+def _device_means(
+    run: RunDirectory, stack: Stack, patches: Patches, texts: Sequence[Text]
+) -> dict[ArmName, dict[str, float]]:
+    """Utilisation, memory, clocks and power of each arm by itself, over a time that NVML can resolve."""
+    means: dict[ArmName, dict[str, float]] = {}
+    with NvmlSampler(current_gpu()) as sampler:
+        if sampler.absent is not None:
+            return {}
+        for arm in ARMS:
             begin = time.perf_counter()
-            speech = stack.synthesize(text, seed_of(run.protocol, text.id, 0))
-            wall.append(time.perf_counter() - begin)
-            audio.append(len(speech.audio) / stack.sample_rate)
-    return tuple(wall), tuple(audio)
+            while time.perf_counter() < begin + DEVICE_S:
+                for text in texts:
+                    _time(run, stack, patches, text, touched=arm == "patched")
+            means[arm] = sampler.means(begin, time.perf_counter())
+    return means
+
+
+def _time(run: RunDirectory, stack: Stack, patches: Patches, text: Text, touched: bool) -> tuple[float, float]:
+    """Wall seconds and audio seconds of a text."""
+    with contextlib.nullcontext() if touched else patches.paused(), _stage_timers(stack, on=False):
+        begin = time.perf_counter()
+        speech = stack.synthesize(text, seed_of(run.protocol, text.id, 0))
+        return time.perf_counter() - begin, len(speech.audio) / stack.sample_rate
 
 
 def _block_texts(run: RunDirectory) -> list[Text]:
@@ -189,6 +202,8 @@ def _speak_pair(
     for arm in order:
         with patches.paused() if arm == "baseline" else contextlib.nullcontext():
             outputs[arm] = _output(stack, text, seed)
+        if run.header.unintelligible is not None:  # nobody can hear a fault
+            outputs[arm] = _against_oracle(stack, outputs[arm], patches)
     for output in outputs.values():
         if output.samples is not None:
             run.put_audio(output.samples)
@@ -201,6 +216,20 @@ def _speak_pair(
         Spoken(arm="baseline", output=baseline.row, **common),
         Spoken(arm="patched", output=patched.row, snr_db=snr, log_spectrum_l1=log_spectrum, **common),
     )
+
+
+def _against_oracle(stack: Stack, output: Output, patches: Patches) -> Output:
+    """With the distance from what untouched code makes in fp64 of the same inputs; another length is a failure."""
+    oracle: Callable[[], np.ndarray] | None = getattr(stack, "oracle", None)
+    if oracle is None or output.samples is None:
+        return output
+    with patches.paused():
+        exact = oracle()
+    if exact.shape != output.samples.shape:
+        failure = f"{output.samples.size} samples, where there should be {exact.size}"
+        return Output(None, msgspec.structs.replace(output.row, failure=failure, audio_sha256=None))
+    snr = snr_db(exact, output.samples)
+    return Output(output.samples, msgspec.structs.replace(output.row, oracle_snr_db=snr))
 
 
 def _output(stack: Stack, text: Text, seed: int) -> Output:

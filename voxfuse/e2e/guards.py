@@ -11,6 +11,7 @@ from voxfuse.e2e.statistics import MedianRatio, NonInferiority
 from voxfuse.records import ArmUtterance, GateOutcome, Guard, Receipt, Utterance
 
 NAMED = 3  # how many offenders a guard's detail names
+ORACLE_RATIO, ORACLE_FLOOR = 1.25, 2.0**-23  # the contract same-precision: times eager's error, or one fp32 unit
 
 
 def verdict_of(guards: Iterable[Guard]) -> tuple[GateOutcome, tuple[str, ...]]:
@@ -98,6 +99,27 @@ def fidelity(utterances: Sequence[Utterance], rules: FidelityRules) -> list[Guar
             Guard(name=name, value=median, limit=limit, outcome=outcome, detail=f"{len(values)} differ, {same}")
         )
     return guards
+
+
+def oracle(utterances: Sequence[Utterance]) -> list[Guard]:
+    """No guard where no output was compared with fp64; else the error of the patched arm, root mean square over the
+    utterances, against that of the untouched one: contract ``same-precision``."""
+    found = [(item.baseline.oracle_snr_db, item.patched.oracle_snr_db) for item in utterances]
+    pairs = [(base, patched) for base, patched in found if base is not None and patched is not None]
+    if not pairs:
+        return []
+    base, patched = (float(np.sqrt(np.mean(10 ** (-np.array(arm) / 10)))) for arm in zip(*pairs, strict=True))
+    ratio, sound = patched / base, patched <= max(ORACLE_RATIO * base, ORACLE_FLOOR)
+    detail = f"{len(pairs)} pairs, relative error {patched:.3g} patched, {base:.3g} untouched, against fp64"
+    return [
+        Guard(
+            name="fidelity, fp64 oracle",
+            value=ratio,
+            limit=ORACLE_RATIO,
+            outcome="pass" if sound else "fail",
+            detail=detail,
+        )
+    ]
 
 
 def rows_valid(utterances: Sequence[Utterance], transcribed: bool) -> Guard:

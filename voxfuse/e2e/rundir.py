@@ -49,7 +49,8 @@ class RunMismatch(RuntimeError):
 
 
 class RunHeader(Document, frozen=True, kw_only=True, tag="gate-run"):
-    """run.json. ``protocol`` is the protocol's content as declared; ``sample_rate`` in Hz."""
+    """run.json. ``protocol`` is the protocol's content as declared; ``sample_rate`` in Hz; ``unintelligible`` says why
+    no words can be heard, where that is so."""
 
     protocol: dict[str, Any]
     protocol_sha256: str
@@ -64,6 +65,7 @@ class RunHeader(Document, frozen=True, kw_only=True, tag="gate-run"):
     environment: Environment
     workload: dict[str, int | float | str | bool | None]
     created_at: str
+    unintelligible: str | None = None
 
 
 class Spoken(Record, frozen=True, kw_only=True):

@@ -30,23 +30,27 @@ def score(run: RunDirectory, asr: Transcriber, notify: Notify) -> GateVerdict:
     """Transcribe every distinct audio once, judge all guards and write verdict.json.
 
     An audio that the ASR cannot read is that output's failure. Where the fidelity tier stopped the run early, nothing
-    is transcribed: the verdict is settled.
+    is transcribed: the verdict is settled. Nor is it where the run says that no words can be heard.
     """
     protocol = run.protocol
     stopped = stopped_early(run)
     repetitions = repetitions_of(run)
     expected = [(text.id, repetition) for repetition in range(repetitions) for text in run.texts]
-    heard = {} if stopped else transcribe(run, asr, notify)
+    silent = run.header.unintelligible
+    heard = {} if stopped or silent else transcribe(run, asr, notify)
     utterances = build_utterances(run, expected, heard)
     blocks = run.blocks()
 
     guards = [judge.completeness(len(utterances), len(expected), stopped)]
     guards += judge.fidelity(utterances, protocol.fidelity)
-    guards.append(judge.rows_valid(utterances, transcribed=not stopped))
-    guards += judge.new_faults(utterances, protocol.rows, transcribed=not stopped)
+    guards += judge.oracle(utterances)
+    transcribed = not (stopped or silent)
+    guards.append(judge.rows_valid(utterances, transcribed))
+    guards += judge.new_faults(utterances, protocol.rows, transcribed)
     metrics: list[Metric] = []
-    if stopped or not any(item.reference_words for item in utterances):
-        guards += judge.not_judged(protocol, "the fidelity tier failed" if stopped else "no words were spoken")
+    if not transcribed or not any(item.reference_words for item in utterances):
+        why = "the fidelity tier failed" if stopped else silent or "no words were spoken"
+        guards += judge.not_judged(protocol, why)
     else:
         wer_guards, wer_metrics = judge_wer(run, utterances)
         guards += wer_guards
@@ -74,8 +78,8 @@ def score(run: RunDirectory, asr: Transcriber, notify: Notify) -> GateVerdict:
         stack=run.header.stack,
         stack_version=run.header.stack_version,
         weights=run.header.weights,
-        asr=None if stopped else asr.identity,
-        normalizer_sha256=None if stopped else normalizer_sha256(),
+        asr=asr.identity if transcribed else None,
+        normalizer_sha256=normalizer_sha256() if transcribed else None,
         fusions=run.header.fusions,
         environment=run.header.environment,
         workload=run.header.workload,

@@ -43,7 +43,9 @@ class Stack(Protocol):
     """A driver: loads real weights, speaks one text with a seed, says what it supports.
 
     ``timed``: whether ``synthesize`` synchronises the device around its stages and reports their seconds. A driver may
-    have ``stages`` (``voxfuse.profiles.capture.Stage``), by which ``voxfuse profile`` divides its time.
+    have ``stages`` (``voxfuse.profiles.capture.Stage``), by which ``voxfuse profile`` divides its time;
+    ``unintelligible``, the reason why its audio has no words to transcribe (None where it has); and ``oracle()``, what
+    the last call should have given, computed in fp64 from its own inputs, float64 samples.
     """
 
     name: str

@@ -31,7 +31,7 @@ DECODE_GRAPH = Fusion(
     operations=("decoder layers", "KV cache update", "attention over the cache"),
     contract="same-precision",
     envelope="fp32, fp16 or bf16 on a CUDA GPU, inference, Qwen2, Qwen3, Llama as upstream builds them, 1 to 64 rows",
-    kernels=("rmsnorm", "qk_norm_rope", "gqa_decode", "swiglu"),
+    kernels=("rmsnorm", "qk_norm_rope", "gqa_decode", "swiglu", "skinny_gemm"),
     graph=True,
     patterns=tuple(FusionPattern(modules=(f"{family}DecoderLayer",)) for family in decode_step.DECODERS.values()),
 )

@@ -1,10 +1,12 @@
-"""One token of a Qwen2, Qwen3 or Llama decoder of transformers over a static cache, in ten kernels a layer.
+"""One token of a Qwen2, Qwen3 or Llama decoder of transformers over a static cache, in five to ten kernels a layer.
 
 ``step`` takes the module as upstream built it. Beside it lie packed weights (query, key and value projections merged,
 gate and up projections merged, a table of rotary embeddings): they cost their own size in memory once more.
 A layer is: residual addition and RMSNorm · QKV product · head norms, rotary embedding and cache write · attention over
 the cache (two kernels, one where the cache is short) · output product · residual addition and RMSNorm · gate and up
-product · SwiGLU · down product. cuBLAS may add a kernel to a product that it splits.
+product · SwiGLU · down product. cuBLAS may add a kernel to a product that it splits. Where ``skinny_gemm`` was
+measured to be faster (``fastest``), norm, SwiGLU and addition are in the products' own kernels: six or seven a layer.
+Over a cache of at most 32 tokens ``small_attention`` turns, writes and attends in one kernel.
 Layouts: embeddings [rows, 1, hidden]; cache keys and values [layers, rows, kv_heads, capacity, head_dim]; ``lengths``
 int64 [rows] on the device: tokens of each row that the cache holds, which is also the position and the slot of the new
 one. What the cache holds behind a row's end is never read. A row whose length is the capacity is not written: the host
@@ -21,18 +23,27 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from voxfuse.fusions._projections import ORDER, Stream, added, merged, normed, normed_linear, normed_swiglu
 from voxfuse.fusions.transformers_decoder import unsupported_mlp
 from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
 from voxfuse.kernels.gqa_decode import MAX_HEAD_DIM, MAX_QUERIES, gqa_decode
 from voxfuse.kernels.qk_norm_rope_cached import qk_norm_rope_cached
-from voxfuse.kernels.rmsnorm import FLOAT_TYPES, add_rms_norm, rms_norm
-from voxfuse.kernels.swiglu import swiglu
+from voxfuse.kernels.rmsnorm import FLOAT_TYPES
+from voxfuse.kernels.small_attention import MAX_KEYS, small_attention
+from voxfuse.records import Fusion, FusionPattern
 
-ORDER = "cast_then_scale"
+SMALL_ATTENTION = Fusion(
+    name="small_attention",
+    stacks=("transformers",),
+    operations=("q_norm, k_norm", "rotary embedding", "KV cache update", "attention over at most 32 keys"),
+    contract="same-precision",
+    envelope="fp32, fp16 or bf16, one token, at most 32 keys; inside decode_step over short caches; inference only",
+    kernels=("small_attention",),
+    patterns=(FusionPattern(modules=("Qwen3OmniMoeTalkerCodePredictorAttention",)),),
+)
 DECODERS = {"Qwen2Model": "Qwen2", "Qwen3Model": "Qwen3", "LlamaModel": "Llama"}
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies do not follow the length
 
@@ -73,31 +84,26 @@ def step(
     Writes the token's keys and values to slot ``lengths`` of the cache; ``lengths`` stays as it is. What
     ``unsupported`` names must be ruled out before.
     """
-    residual, y = None, embeddings
+    stream = Stream(embeddings)
     valid, slots = lengths + 1, lengths.unsqueeze(1)
     cos, sin = rotary_table(decoder, cache.capacity).index_select(0, lengths).unsqueeze(1).chunk(2, dim=-1)
     for index, layer in enumerate(decoder.layers):
-        x, residual = _normed(layer.input_layernorm, y, residual, run)
-        y = _attend(layer.self_attn, x, cache.keys[index], cache.values[index], valid, slots, cos, sin, run)
-        x, residual = _normed(layer.post_attention_layernorm, y, residual, run)
-        y = _feed_forward(layer.mlp, x, run)
-    y, _ = _normed(decoder.norm, y, residual, run)
+        attention = layer.self_attn
+        weights = merged(attention, "q_proj", "k_proj", "v_proj")
+        heads, stream = normed_linear(layer.input_layernorm, stream, *weights, run)
+        y = _attend(attention, heads, cache.keys[index], cache.values[index], valid, slots, cos, sin, run)
+        stream = added(stream, y, attention.o_proj, run)
+        y, stream = normed_swiglu(layer.post_attention_layernorm, stream, layer.mlp, run)
+        stream = added(stream, y, layer.mlp.down_proj, run)
+    if type(head) is nn.Linear:
+        return normed_linear(decoder.norm, stream, head.weight, head.bias, run)[0]
+    y, _ = normed(decoder.norm, stream, run)
     return y if head is None else head(y)
-
-
-def _normed(norm: Any, x: torch.Tensor, residual: torch.Tensor | None, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of residual + x, and that sum, which is the next residual."""
-    if residual is None:
-        return rms_norm(x, norm.weight, float(norm.variance_epsilon), ORDER, run=run), x
-    both: tuple[torch.Tensor, torch.Tensor] = add_rms_norm(
-        x, residual, norm.weight, float(norm.variance_epsilon), ORDER, run=run
-    )
-    return both
 
 
 def _attend(
     attention: Any,
-    x: torch.Tensor,
+    projected: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     valid: torch.Tensor,
@@ -106,38 +112,23 @@ def _attend(
     sin: torch.Tensor,
     run: Run,
 ) -> torch.Tensor:
-    """Self attention of x [rows, 1, hidden]; keys and values [rows, kv_heads, capacity, head_dim] are written."""
+    """Attention of projected queries, keys and values [rows, 1, .] before the output projection, [rows, 1, .]; keys and
+    values [rows, kv_heads, capacity, head_dim] are written."""
     head_dim, kv_heads = keys.shape[3], keys.shape[1]
-    heads = F.linear(x, *_merged(attention, "q_proj", "k_proj", "v_proj")).view(*x.shape[:2], -1, head_dim)
+    heads = projected.view(*projected.shape[:2], -1, head_dim)
     q, k, v = heads.split([heads.shape[2] - 2 * kv_heads, kv_heads, kv_heads], dim=2)
     q_weight = k_weight = None
     eps = 0.0
     if hasattr(attention, "q_norm"):
         q_weight, k_weight, eps = attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
-    turned = qk_norm_rope_cached(
-        q, k, v, keys, values, slots, cos, sin, q_weight, k_weight, eps, ORDER, "half", [], False, False, run=run
-    )
+    rope: tuple[Any, ...] = (cos, sin, q_weight, k_weight, eps, ORDER, "half", [], False, False)
     window = getattr(attention, "sliding_window", None) or 0
-    y = gqa_decode(turned.transpose(1, 2), keys, values, valid, None, attention.scaling, False, window, run=run)
-    return F.linear(y.flatten(2), attention.o_proj.weight, attention.o_proj.bias)
-
-
-def _feed_forward(mlp: Any, x: torch.Tensor, run: Run) -> torch.Tensor:
-    """down_proj(silu(gate_proj(x)) · up_proj(x))."""
-    gate, up = F.linear(x, *_merged(mlp, "gate_proj", "up_proj")).chunk(2, dim=-1)
-    return F.linear(swiglu(gate, up, run=run), mlp.down_proj.weight, mlp.down_proj.bias)
-
-
-def _merged(module: Any, *names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of several projections of one input, joined along their outputs."""
-    projections = [getattr(module, name) for name in names]
-    weights, biases = [p.weight for p in projections], [p.bias for p in projections]
-    present = [bias for bias in biases if bias is not None]
-
-    def build() -> tuple[torch.Tensor, torch.Tensor | None]:
-        return torch.cat(weights), torch.cat(present) if present else None
-
-    return pack(module, "merged " + " ".join(names), [*weights, *present], build)
+    if keys.shape[2] <= MAX_KEYS and not window:
+        y = small_attention(q, k, v, keys, values, slots, *rope, attention.scaling, run=run)
+    else:
+        turned = qk_norm_rope_cached(q, k, v, keys, values, slots, *rope, run=run)
+        y = gqa_decode(turned.transpose(1, 2), keys, values, valid, None, attention.scaling, False, window, run=run)
+    return y.flatten(2)
 
 
 def rotary_table(decoder: Any, capacity: int) -> torch.Tensor:

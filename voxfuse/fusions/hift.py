@@ -1,10 +1,12 @@
-"""HiFT's decoder with valid lengths, channels last from end to end: HiFTGenerator.decode of CosyVoice2 and Chatterbox.
+"""HiFT's decoder with valid lengths, channels last from end to end: HiFTGenerator.decode of CosyVoice2 and Chatterbox,
+CausalHiFTGenerator.decode of CosyVoice3.
 
 Lengths are int64 [rows] on the device, valid mel frames (20 ms each at the released shapes). What lies behind a row's
 end stays out of the result: every convolution wider than one frame reads an input with a zero tail, as if padded by
-itself, and the spectrum of the source and the waveform end at the row's own length (kernels/stft.py). The source is
-given from outside: upstream draws its noise, and mends it with ``cache_source``, before.
-Source: HiFTGenerator.decode in cosyvoice/hifigan/generator.py and chatterbox/models/s3gen/hifigan.py.
+itself, and the spectrum of the source and the waveform end at the row's own length (kernels/stft.py). Padding of causal
+convolutions is cuDNN's, no copy (kernels/conv1d.py). The source is given from outside: upstream draws its noise, and
+mends it with ``cache_source``, before.
+Source: decode in cosyvoice/hifigan/generator.py and chatterbox/models/s3gen/hifigan.py.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from torch import nn
 from voxfuse.fusions import polyphase, spectral
 from voxfuse.fusions._fork import Fork
 from voxfuse.fusions._stages import mean_activated, reflected
-from voxfuse.fusions.folded import folded_weight, output_lengths
-from voxfuse.fusions.polyphase import upsample
+from voxfuse.fusions.folded import folded_weight
+from voxfuse.fusions.polyphase import factor, upsample
 from voxfuse.fusions.snake_conv_block import block_fault, snake_block
 from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
 from voxfuse.kernels._weight_norm import class_of
-from voxfuse.kernels.conv1d import STRATEGIES, conv_unsupported, packed_weight
+from voxfuse.kernels.conv1d import conv_unsupported, convolved, packed_weight
 from voxfuse.kernels.istft import istft_limited
 from voxfuse.kernels.snake import snake
 from voxfuse.kernels.stft import stft_complex
@@ -40,50 +42,70 @@ OUT_MULTIPLE = 8  # of channels: cuDNN's kernels for others take up to three tim
 
 def samples_per_frame(hift: Any) -> int:
     """Samples of the waveform for each mel frame."""
-    return math.prod(up.stride[0] for up in hift.ups) * hift.istft_params["hop_len"]
+    return math.prod(map(factor, hift.ups)) * hift.istft_params["hop_len"]
 
 
-def decode(hift: Any, mel: torch.Tensor, source: torch.Tensor, lengths: torch.Tensor | None, run: Run) -> torch.Tensor:
-    """HiFTGenerator.decode: mel [rows, bins, frames], source [rows, 1, samples] → [rows, samples], zero behind each
-    row's end. The module must be without ``fault``."""
+def look_ahead(hift: Any) -> int:
+    """How many mel frames a causal generator looks ahead; 0 of one that is not causal."""
+    return getattr(hift, "conv_pre_look_right", 0)
+
+
+def decode(
+    hift: Any,
+    mel: torch.Tensor,
+    source: torch.Tensor,
+    lengths: torch.Tensor | None,
+    run: Run,
+    ahead: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """decode: mel [rows, bins, frames], source [rows, 1, samples] → [rows, samples], zero behind each row's end. The
+    module must be without ``fault``.
+
+    ``ahead`` [rows], integers: how many of a row's valid frames are only looked at by a causal ``conv_pre``, and not
+    spoken (what ``finalize=False`` does; the frame more that upstream then holds back is the caller's to cut off).
+    """
     hop = hift.istft_params["hop_len"]
     window = pack(hift, f"window on {mel.device}", [hift.stft_window], lambda: hift.stft_window.to(mel.device))
     samples = None if lengths is None else lengths * samples_per_frame(hift)
     lanes = [SOURCE_LANE + i if source.numel() <= BRANCH_SAMPLES else None for i in range(hift.num_kernels)]
     spectrum = stft_complex(source.squeeze(1), window, samples, hop, run=run)
+    spoken = lengths if ahead is None else (mel.shape[2] if lengths is None else lengths) - ahead
     ends, sources = [], []
-    end = lengths
+    end = spoken
     for stage, up in enumerate(hift.ups):
-        end = None if end is None else output_lengths(up, end)
+        end = None if end is None else end * factor(up)
         if stage == hift.num_upsamples - 1:  # one frame more, reflected in front
             end = None if end is None else end + 1
         ends.append(end)
         sources.append(Fork(functools.partial(_source_branch, hift, stage, spectrum, end, run), lanes[0]))
-    parts, slope = [_mel_features(hift, mel, lengths, run)], float(hift.lrelu_slope)
+    parts, slope = [_mel_features(hift, mel, lengths, spoken, run)], float(hift.lrelu_slope)
     for stage, up in enumerate(hift.ups):
-        x = upsample(up, mean_activated(parts, lengths, slope, run))
+        x = upsample(up, mean_activated(parts, spoken, slope, run))
         if stage == hift.num_upsamples - 1:
             x = reflected(x)
-        lengths = ends[stage]
-        x, _ = snake(x, up.bias, sources[stage].join(), None, lengths, x.shape[1], 1, 1, True, run=run)
+        spoken = ends[stage]
+        x, _ = snake(x, up.bias, sources[stage].join(), None, spoken, x.shape[1], 1, 1, True, run=run)
         blocks = hift.resblocks[stage * hift.num_kernels : (stage + 1) * hift.num_kernels]
-        first, *others = [functools.partial(snake_block, block, x, lengths, run) for block in blocks]
+        first, *others = [functools.partial(snake_block, block, x, spoken, run) for block in blocks]
         forks = [Fork(other, lane) for other, lane in zip(others, lanes[1:], strict=True)]
         parts = [first(), *(fork.join() for fork in forks)]
     post = hift.conv_post
     weight = packed_weight(post, out_channels=-(-post.out_channels // OUT_MULTIPLE) * OUT_MULTIPLE)
-    x = STRATEGIES["taps_first"](mean_activated(parts, lengths, LAST_SLOPE, run), weight, 1)
-    x = (x[:, :, : post.out_channels] + post.bias).transpose(1, 2)
+    frames = parts[0].shape[1]
+    x = convolved(post, mean_activated(parts, spoken, LAST_SLOPE, run), weight, "taps_first")
+    x = (x[:, :frames, : post.out_channels] + post.bias).transpose(1, 2)
     magnitude, phase = x.split(hift.istft_params["n_fft"] // 2 + 1, dim=1)
-    return istft_limited(magnitude, phase, window, lengths, hop, MAX_MAGNITUDE, float(hift.audio_limit), run=run)
+    return istft_limited(magnitude, phase, window, spoken, hop, MAX_MAGNITUDE, float(hift.audio_limit), run=run)
 
 
-def _mel_features(hift: Any, mel: torch.Tensor, lengths: torch.Tensor | None, run: Run) -> torch.Tensor:
+def _mel_features(
+    hift: Any, mel: torch.Tensor, lengths: torch.Tensor | None, spoken: torch.Tensor | None, run: Run
+) -> torch.Tensor:
     """conv_pre of mel [rows, bins, frames], channels last, the tail zero before and behind."""
-    frames = mel.shape[2]
+    pre, frames = hift.conv_pre, mel.shape[2]
     x, _ = snake(mel.transpose(1, 2), None, None, None, lengths, frames, 1, 1, True, run=run)
-    x = STRATEGIES["taps_last"](x, packed_weight(hift.conv_pre), 1)
-    x, _ = snake(x, hift.conv_pre.bias, None, None, lengths, frames, 1, 1, True, run=run)
+    x = convolved(pre, x, packed_weight(pre), "taps_last")
+    x, _ = snake(x, pre.bias, None, None, spoken, frames, 1, 1, True, run=run)
     return x
 
 
@@ -94,9 +116,27 @@ def _source_branch(
     down = hift.source_downs[stage]
     weight = folded_weight(down)
     assert weight is not None, "asked before: fault"
-    x = F.conv1d(spectrum, weight, None, down.stride, down.padding).transpose(1, 2)
+    x = F.conv1d(spectrum, weight, None, down.stride, _down_padding(down)).transpose(1, 2)
     x, _ = snake(x, down.bias, None, None, lengths, x.shape[1], 1, 1, True, run=run)
     return snake_block(hift.source_resblocks[stage], x, lengths, run)
+
+
+def _down_padding(down: Any) -> tuple[int, ...]:
+    """Padding on both sides. Causal ones need theirs in front alone; behind, it makes no frame more (the spectrum has
+    one more than a multiple of the stride)."""
+    return down.padding if class_of(down) is nn.Conv1d else (down.causal_padding,)
+
+
+def _down_fault(down: Any) -> str | None:
+    kind, (taps,), (stride,) = class_of(down).__name__, down.kernel_size, down.stride
+    plain = (down.groups, down.dilation, down.padding_mode) == (1, (1,), "zeros") and folded_weight(down) is not None
+    causal = down.padding == (0,) and (
+        (kind, down.__dict__.get("causal_padding"), taps) == ("CausalConv1dDownSample", stride - 1, 2 * stride)
+        or (kind, taps, stride) == ("CausalConv1d", 1, 1)
+    )
+    if not plain or not (class_of(down) is nn.Conv1d or causal):
+        return f"expected a plain Conv1d of the source's spectrum, or a causal one that halves its taps, got {down}"
+    return None
 
 
 def fault(hift: Any) -> str | None:
@@ -118,14 +158,14 @@ def fault(hift: Any) -> str | None:
     for up in hift.ups:
         if (reason := polyphase.unsupported(up)) is not None:
             return reason
-        if up.groups != 1 or up.kernel_size[0] - 2 * up.padding[0] + up.output_padding[0] != up.stride[0]:
+        exact = up.kernel_size[0] - 2 * up.padding[0] + up.output_padding[0] == up.stride[0]
+        if up.groups != 1 or (class_of(up) is nn.ConvTranspose1d and not exact):
             return f"expected an upsampling by its stride, got {up}"
-    if hift.ups[-1].padding[0] < 1:
+    if polyphase.frames_in_front(hift.ups[-1]) < 1:
         return f"expected padding in the last upsampling convolution, got {hift.ups[-1]}"
     for down in hift.source_downs:
-        settings = class_of(down), down.groups, down.dilation, down.padding_mode
-        if settings != (nn.Conv1d, 1, (1,), "zeros") or folded_weight(down) is None:
-            return f"expected a plain Conv1d of the source's spectrum, got {down}"
+        if (reason := _down_fault(down)) is not None:
+            return reason
     convolutions = [hift.conv_pre, hift.conv_post, *hift.ups, *hift.source_downs]
     if any(conv.bias is None for conv in convolutions):
         return "expected a bias in every convolution"

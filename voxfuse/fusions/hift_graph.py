@@ -1,4 +1,4 @@
-"""HiFTGenerator.decode replayed from CUDA graphs: one graph runner beside each generator of the length-aware call.
+"""HiFT's decode replayed from CUDA graphs: one graph runner beside each generator of the length-aware call.
 
 The source comes from outside, so ``inference`` and ``cache_source`` stay upstream's. A graph keeps the settings that
 its generator had at capture (slopes, limits); new weights are seen (``graph_runner``).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,37 +22,52 @@ from voxfuse.fusions._graph_arena import Arena, CudaArena
 from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, Buckets, Length
 from voxfuse.fusions.graph_runner import CapturePolicy, GraphRunner
-from voxfuse.fusions.hift import samples_per_frame
+from voxfuse.fusions.hift import look_ahead, samples_per_frame
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.records import Fusion, FusionPattern
 
 HIFT_GRAPH = Fusion(
     name="hift_graph",
-    stacks=("cosyvoice2", "chatterbox"),
+    stacks=("cosyvoice2", "cosyvoice3", "chatterbox"),
     operations=("decode", "stft", "istft"),
     contract="same-precision",
     envelope="fp32 on a CUDA GPU, inference without autocast, 1 to 16 rows, 1 to 2048 mel frames, buckets captured "
     "before",
     kernels=("conv1d", "snake", "mean_act", "stft", "istft"),
     graph=True,
-    patterns=(FusionPattern(modules=("HiFTGenerator",)),),
+    patterns=(
+        FusionPattern(modules=("HiFTGenerator",)),
+        FusionPattern(modules=("CausalHiFTGenerator",)),
+    ),
 )
 BUCKETS = Buckets(rows=tuple(range(1, 17)))
 MEMORY_CAP_BYTES = 8 * 2**30  # for each generator: 16 rows of 12 s take 4.5 GiB
 BEFORE = ("f0_predictor", "m_source")  # children whose work is done when ``decode`` is called
 
 
+Watch = Callable[[nn.Module], Weights]
+
+
 def axes(hift: Any) -> tuple[Axes, ...]:
-    """Axes of mel, source and the waveform behind the rows; the length counts mel frames."""
+    """Axes of mel, source, frames ahead (of a causal generator) and the waveform behind the rows; the length counts mel
+    frames."""
     samples = samples_per_frame(hift)
-    return (hift.conv_pre.in_channels, Length(1)), (1, Length(samples)), (Length(samples),)
+    ahead: tuple[Axes, ...] = ((1,),) if look_ahead(hift) else ()
+    return (hift.conv_pre.in_channels, Length(1)), (1, Length(samples)), *ahead, (Length(samples),)
+
+
+def _decode(hift: Any, mel: torch.Tensor, source: torch.Tensor, *rest: torch.Tensor | None, run: Run) -> torch.Tensor:
+    """What a graph captures; ``rest``: frames ahead [rows, 1] in fp32, as all inputs are, and the lengths."""
+    *ahead, lengths = rest
+    frames = ahead[0][:, 0].long() if ahead and ahead[0] is not None else None
+    return hift_decoder.decode(hift, mel, source, lengths, run, frames)
 
 
 def _none_foreign(_: nn.Module) -> None:
     return None
 
 
-class Runners:
+class Beside(ABC):
     """The graph runners of one fusion, one for each generator that it served, beside the module.
 
     ``foreign`` says why a generator is not upstream's own as it was tested, or None; asked once a generator.
@@ -68,19 +84,66 @@ class Runners:
         self._held: WeakKeyDictionary[nn.Module, GraphRunner] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
+    @abstractmethod
+    def _fault(self, hift: nn.Module) -> str | None:
+        """What in a generator rules its graphs out, asked of its structure."""
+
+    @abstractmethod
+    def _graphs(self, hift: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Axes, ...], Watch]:
+        """The call to capture (its ``run`` left out), the axes of its inputs and output, and what to watch."""
+
+    def _runner(self, hift: nn.Module) -> GraphRunner | str:
+        with self._lock:
+            held = self._held.get(hift)
+            if held is None:
+                with torch.no_grad():  # asked of its structure
+                    reason = self._foreign(hift) or self._fault(hift)
+                if reason is not None:
+                    return reason
+                call, (*inputs, output), weights = self._graphs(hift)
+                held = self._held[hift] = GraphRunner(
+                    hift,
+                    functools.partial(call, run=self._run),
+                    inputs,
+                    output,
+                    BUCKETS,
+                    memory_cap_bytes=MEMORY_CAP_BYTES,
+                    receipt=self._run.receipt,
+                    capture=self._capture,
+                    arena=self._arena,
+                    weights=weights,
+                )
+            return held
+
+
+class Runners(Beside):
+    """The graphs of ``decode``."""
+
+    def _fault(self, hift: nn.Module) -> str | None:
+        return foreign_part(hift)
+
+    def _graphs(self, hift: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Axes, ...], Watch]:
+        return _decode, axes(hift), _weights
+
     def decode(
         self,
         hift: Any,
         mel: torch.Tensor,
         source: torch.Tensor,
         lengths: torch.Tensor | Sequence[int] | None = None,
+        finalize: bool = True,
     ) -> torch.Tensor | str:
-        """HiFTGenerator.decode by replay, or the reason why not; either is counted on the receipt.
+        """decode by replay, or the reason why not; either is counted on the receipt.
 
         mel [rows, bins, frames], source [rows, 1, samples]; ``lengths`` [rows]: valid mel frames, for batches of mixed
-        lengths, each row then ending as alone, zero behind. Upstream has no such thing.
+        lengths, each row then ending as alone, zero behind. Upstream has no such thing. ``finalize`` False, of a causal
+        generator: as upstream's, for the longest row; a shorter one's last look_ahead + 1 valid frames are its caller's
+        to leave out. One graph serves both.
         """
         reason = unsupported(hift, self._run, mel, source)
+        held_back = 0 if finalize else look_ahead(hift) + 1
+        if reason is None and 0 < mel.shape[2] <= held_back:
+            reason = f"{held_back} frames or fewer, where more will follow, leave no audio"
         runner = reason or self._runner(hift)
         if isinstance(runner, str):
             TALLIES.add(self._run.receipt, fallback=runner)
@@ -89,30 +152,11 @@ class Runners:
         if isinstance(found, str):
             runner.count_miss(found)
             return found
-        return runner.replay(found, mel, source, lengths=lengths)
-
-    def _runner(self, hift: nn.Module) -> GraphRunner | str:
-        with self._lock:
-            held = self._held.get(hift)
-            if held is None:
-                with torch.no_grad():  # asked of its structure
-                    reason = self._foreign(hift) or foreign_part(hift)
-                if reason is not None:
-                    return reason
-                *inputs, output = axes(hift)
-                held = self._held[hift] = GraphRunner(
-                    hift,
-                    functools.partial(hift_decoder.decode, run=self._run),
-                    inputs,
-                    output,
-                    BUCKETS,
-                    memory_cap_bytes=MEMORY_CAP_BYTES,
-                    receipt=self._run.receipt,
-                    capture=self._capture,
-                    arena=self._arena,
-                    weights=_weights,
-                )
-            return held
+        tensors = [mel, source]
+        if look_ahead(hift):
+            tensors.append(mel.new_full((mel.shape[0], 1), max(held_back - 1, 0)))
+        audio = runner.replay(found, *tensors, lengths=lengths)
+        return audio[:, : audio.shape[1] - held_back * samples_per_frame(hift)] if held_back else audio
 
 
 def _before(hift: nn.Module) -> list[str]:
@@ -125,10 +169,14 @@ def _weights(hift: nn.Module) -> Weights:
 
 def unsupported(hift: Any, run: Run, mel: torch.Tensor, source: torch.Tensor) -> str | None:
     """Why a call with these inputs must run upstream's code, or None."""
-    device = mel.device
+    return on_gpu(run, mel.device) or unsuited(hift, mel, source)
+
+
+def on_gpu(run: Run, device: torch.device) -> str | None:
+    """Why there are no graphs with this backend or on this device, or None."""
     if run.backend != "triton" or device.type != "cuda":
         return "graphs need a CUDA GPU and backend 'triton'"
-    return unsuited(hift, mel, source)
+    return None
 
 
 def unsuited(hift: Any, mel: torch.Tensor, source: torch.Tensor) -> str | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from voxfuse.fusions._projections import SKINNY_GEMM
 from voxfuse.fusions.adain_conv_block import ADAIN_CONV_BLOCK
 from voxfuse.fusions.adain_resblock import ADAIN_LEAKY_RELU, ADAIN_SNAKE
 from voxfuse.fusions.decode_graph import DECODE_GRAPH
+from voxfuse.fusions.decode_step import SMALL_ATTENTION
 from voxfuse.fusions.decoder_graph import DECODER_GRAPH
 from voxfuse.fusions.hift_graph import HIFT_GRAPH
+from voxfuse.fusions.hift_source_graph import HIFT_SOURCE_GRAPH
 from voxfuse.fusions.kokoro_text import TEXT_GRAPH
 from voxfuse.fusions.snake_conv_block import SNAKE_CONV_BLOCK
 from voxfuse.fusions.source import SINE_SOURCE
@@ -27,12 +30,15 @@ FUSIONS: dict[str, Fusion] = {
         ISTFT_POLAR,
         SINE_SOURCE,
         HIFT_GRAPH,
+        HIFT_SOURCE_GRAPH,
         SNAKE_CONV_BLOCK,
         DECODE_GRAPH,
         RAS_SAMPLING,
         RMS_NORM,
         SWIGLU,
         GQA_ATTENTION,
+        SKINNY_GEMM,
+        SMALL_ATTENTION,
     )
 }
 

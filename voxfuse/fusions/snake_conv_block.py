@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 from voxfuse.kernels._op import Run
-from voxfuse.kernels.conv1d import STRATEGIES, conv_unsupported, fastest, packed_weight
+from voxfuse.kernels.conv1d import conv_unsupported, convolved, fastest, packed_weight
 from voxfuse.kernels.moments import FLOAT_TYPES
 from voxfuse.kernels.snake import EPS, snake
 from voxfuse.records import Fusion, FusionPattern
 
 SNAKE_CONV_BLOCK = Fusion(
     name="snake_conv_block",
-    stacks=("cosyvoice2", "chatterbox"),
+    stacks=("cosyvoice2", "cosyvoice3", "chatterbox"),
     operations=("snake", "weight norm", "conv1d", "bias", "residual add"),
     contract="same-precision",
     envelope="fp32, fp16 or bf16 [rows, channels, frames] in the type of the weights, outside autocast; Conv1d with "
-    "odd taps that keeps the length; inference only",
+    "odd taps that keeps the length, causal or not; inference only",
     kernels=("snake", "conv1d"),
     patterns=(FusionPattern(modules=("ResBlock", "Snake")),),
 )
@@ -83,7 +83,7 @@ def snake_block(block: Any, x: torch.Tensor, lengths: torch.Tensor | None, run: 
     _, y = snake(x, None, None, snakes[0], lengths, frames, 1, dilations[0], False, run=run)
     for i, (conv, d) in enumerate(zip(convolutions, dilations, strict=True)):
         weight = packed_weight(conv)
-        y = STRATEGIES[fastest(y.shape[0], y.shape[2], weight.shape[1], d)](y, weight, d)
+        y = convolved(conv, y, weight, fastest(y.shape[0], y.shape[2], weight.shape[1], d))
         if i % 2 == 0:
             _, y = snake(y, conv.bias, None, snakes[i + 1], lengths, frames, d, dilations[i + 1], False, run=run)
         elif i + 1 < len(convolutions):

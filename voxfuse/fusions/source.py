@@ -17,11 +17,11 @@ from voxfuse.records import Fusion, FusionPattern
 
 SINE_SOURCE = Fusion(
     name="sine_source",
-    stacks=("kokoro",),
+    stacks=("kokoro", "cosyvoice2", "cosyvoice3", "chatterbox"),
     operations=("interpolate", "cumsum", "interpolate", "sin", "noise", "linear", "tanh"),
     contract="same-precision",
     envelope="fp32 [rows, samples, 1], upsampled by 3 or more, at most 16 harmonics; inference only",
-    kernels=("sine_source",),
+    kernels=("sine_source", "held_source"),
     patterns=(FusionPattern(modules=("SourceModuleHnNSF",)),),
 )
 
@@ -50,7 +50,7 @@ def harmonic_source(source: Any, x: torch.Tensor, run: Run) -> tuple[torch.Tenso
         source.l_linear.weight,
         source.l_linear.bias,
         None,
-        sines.upsample_scale,
+        int(sines.upsample_scale),
         float(sines.sampling_rate),
         float(sines.sine_amp),
         float(sines.noise_std),

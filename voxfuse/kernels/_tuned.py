@@ -20,6 +20,7 @@ from voxfuse.records import Record
 PATH = Path(__file__).with_name("tuned.json")
 ANY = "*"
 PORTABLE_OPTIONS = ("num_warps", "num_stages")
+BLOCK_OPTIONS = ("block_n", "block_k", "programs")  # a kernel's own sizes, programs by processor
 CUDA_OPTIONS = ("maxnreg",)  # no row for every GPU may hold these
 
 Options = tuple[tuple[str, int], ...]
@@ -48,7 +49,7 @@ def read(path: Path = PATH) -> dict[tuple[str, str, str], Row]:
         raise ValueError(f"{path}: not a table of launch options: {error}") from error
     table: dict[tuple[str, str, str], Row] = {}
     for row in rows:
-        allowed = PORTABLE_OPTIONS + (CUDA_OPTIONS if row.compute_capability != ANY else ())
+        allowed = PORTABLE_OPTIONS + BLOCK_OPTIONS + (CUDA_OPTIONS if row.compute_capability != ANY else ())
         if odd := [name for name, value in row.options.items() if name not in allowed or value < 1]:
             raise ValueError(f"{path}: {row.key}: expected positive {', '.join(allowed)}, got {', '.join(odd)}")
         if row.key in table:

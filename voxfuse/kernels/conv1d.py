@@ -40,15 +40,27 @@ from voxfuse.kernels.moments import reference as residual_moments_reference
 
 
 def conv_unsupported(conv: Any) -> str | None:
-    """Why a convolution module cannot run from a packed weight, or None."""
-    if class_of(conv) is not nn.Conv1d:
-        return f"the convolution is {class_of(conv).__name__}, expected Conv1d"
+    """Why a convolution module cannot run from a packed weight, or None: a Conv1d, or CosyVoice3's CausalConv1d."""
+    kind = class_of(conv)
+    if kind is not nn.Conv1d and kind.__name__ != "CausalConv1d":
+        return f"the convolution is {kind.__name__}, expected Conv1d or CausalConv1d"
     (taps,), (stride,), (dilation,) = conv.kernel_size, conv.stride, conv.dilation
+    span = dilation * (taps - 1)
     if (stride, conv.groups, conv.padding_mode) != (1, 1, "zeros") or taps % 2 == 0:
         return f"expected odd taps, stride 1, one group and zero padding, got {conv}"
-    if conv.padding != (dilation * (taps - 1) // 2,):
+    if kind is nn.Conv1d and conv.padding != (span // 2,):
         return f"expected padding that keeps the length, got {conv}"
+    if kind is not nn.Conv1d and (conv.causal_padding, conv.padding) != (span, (0,)):
+        return f"expected {span} frames of padding on one side, got {conv.causal_padding} in {conv}"
+    if getattr(conv, "causal_type", "left") == "right" and dilation > 1:
+        return f"expected no dilation where the padding is on the right, got {conv}"
     return fault(conv)
+
+
+def taps_before(conv: Any) -> int:
+    """How many taps of a convolution without ``conv_unsupported`` lie before the frame that it writes."""
+    taps, side = conv.kernel_size[0], getattr(conv, "causal_type", "both")
+    return {"left": taps - 1, "right": 0, "both": taps // 2}[side]
 
 
 def packed_weight(conv: nn.Conv1d, in_channels: int | None = None, out_channels: int | None = None) -> torch.Tensor:
@@ -74,24 +86,36 @@ def fastest(rows: int, in_channels: int, taps: int, dilation: int) -> str:
     return "taps_first"
 
 
-def _taps_first(x: torch.Tensor, weight: torch.Tensor, dilation: int) -> torch.Tensor:
+def _taps_first(x: torch.Tensor, weight: torch.Tensor, dilation: int, padding: int | None = None) -> torch.Tensor:
     rows, padded, channels = x.shape
+    padding = weight.shape[1] // 2 if padding is None else padding
     image = x.view(rows * dilation, padded // dilation, 1, channels).permute(0, 3, 1, 2)
-    y = F.conv2d(image, weight.unsqueeze(2).permute(0, 3, 1, 2), padding=(weight.shape[1] // 2, 0))
-    return y.permute(0, 2, 3, 1).reshape(rows, padded, weight.shape[0])
+    y = F.conv2d(image, weight.unsqueeze(2).permute(0, 3, 1, 2), padding=(padding, 0))
+    return y.permute(0, 2, 3, 1).reshape(rows, dilation * y.shape[2], weight.shape[0])
 
 
-def _taps_last(x: torch.Tensor, weight: torch.Tensor, dilation: int) -> torch.Tensor:
+def _taps_last(x: torch.Tensor, weight: torch.Tensor, dilation: int, padding: int | None = None) -> torch.Tensor:
     rows, padded, channels = x.shape
+    padding = weight.shape[1] // 2 if padding is None else padding
     image = x.view(rows * dilation, 1, padded // dilation, channels).permute(0, 3, 1, 2)
-    y = F.conv2d(image, weight.unsqueeze(1).permute(0, 3, 1, 2), padding=(0, weight.shape[1] // 2))
-    return y.permute(0, 2, 3, 1).reshape(rows, padded, weight.shape[0])
+    y = F.conv2d(image, weight.unsqueeze(1).permute(0, 3, 1, 2), padding=(0, padding))
+    return y.permute(0, 2, 3, 1).reshape(rows, dilation * y.shape[3], weight.shape[0])
 
 
-STRATEGIES: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
-    "taps_first": _taps_first,
-    "taps_last": _taps_last,
-}
+STRATEGIES: dict[str, Callable[..., torch.Tensor]] = {"taps_first": _taps_first, "taps_last": _taps_last}
+
+
+def convolved(conv: Any, x: torch.Tensor, weight: torch.Tensor, strategy: str) -> torch.Tensor:
+    """A convolution without its bias on x [rows, padded frames, in channels] contiguous in its dilation's phases.
+
+    cuDNN pads both sides alike, so what is causal pads all of its taps on both and has as many frames more: behind the
+    others where the padding is on the left, in front of them, and left out, on the right. Each phase of the result has
+    y.shape[1] / dilation frames, at least as many as x.
+    """
+    before, spare = taps_before(conv), weight.shape[1] - 1
+    padding = max(before, spare - before)
+    y = STRATEGIES[strategy](x, weight, conv.dilation[0], padding)
+    return y[:, padding - before :] if padding > before else y
 
 
 def unsupported(

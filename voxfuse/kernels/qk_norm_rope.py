@@ -27,11 +27,10 @@ import torch
 from voxfuse.kernels import rmsnorm
 from voxfuse.kernels._launch import launch
 from voxfuse.kernels._op import fused_op
-from voxfuse.kernels._rotary import AXES, columns, output_dtype, turn
-from voxfuse.kernels._rounding import add_rn, mul_rn, narrowed, target
+from voxfuse.kernels._rotary import AXES, columns, output_dtype, turn, turned
+from voxfuse.kernels._rounding import target
 from voxfuse.kernels._rows import power_of_two
 from voxfuse.kernels._triton import tl, triton
-from voxfuse.kernels.rmsnorm import scaled
 
 Pairs = Literal["half", "interleaved", "interleaved_columns"]
 PAIRS = ("half", "interleaved", "interleaved_columns")
@@ -39,17 +38,6 @@ MAX_HEAD_DIM = 1024
 FEW_HEADS = 4096  # up to so many (token, head) pairs each has a program of its own
 HEADS_A_PROGRAM = 4
 FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@triton.jit
-def _axis_offset(column, stride_axis, S0, S1, S2, ALTERNATING: tl.constexpr):
-    """Offset of the axis that a column of the first half takes its angle from."""
-    if ALTERNATING:
-        axis = column % 3
-        axis = tl.where(((axis == 1) & (column < S1 * 3)) | ((axis == 2) & (column < S2 * 3)), axis, 0)
-    else:
-        axis = (column >= S0).to(tl.int32) + (column >= S0 + S1).to(tl.int32)
-    return axis * stride_axis
 
 
 @triton.jit
@@ -63,43 +51,12 @@ def _heads(
     """Norm and rotation of BLOCK_H heads of one token; x_ptr and y_ptr point to its head 0."""
     h = first + tl.arange(0, BLOCK_H)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    turns = d < R
-    if PAIRS == "half":
-        partner = tl.where(d < R // 2, d + R // 2, d - R // 2)
-        negative = d < R // 2
-        column = d
-    else:
-        partner = d ^ 1
-        negative = (d % 2) == 0
-        column = d // 2 if PAIRS == "interleaved" else d
-    mask = (h < H) & (d < D)
-    source = x_ptr + h * stride_xh
-    x = tl.load(source + d * stride_xd, mask=mask, other=0.0)  # [BLOCK_H, BLOCK_D]
-    other = tl.load(source + partner * stride_xd, mask=(h < H) & turns, other=0.0)
-    narrow = tl.zeros([1, 1], x_ptr.dtype.element_ty)
-    x, other = x.to(tl.float32), other.to(tl.float32)
-    if weight_ptr is not None:
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) * inverse_d + eps)[:, None]
-        weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32) + tl.zeros_like(x)
-        weight_other = tl.load(weight_ptr + partner, mask=turns, other=0.0).to(tl.float32) + tl.zeros_like(x)
-        x = narrowed(scaled(x, weight, rstd, narrow, ORDER, TARGET), narrow, TARGET).to(tl.float32)
-        other = narrowed(scaled(other, weight_other, rstd, narrow, ORDER, TARGET), narrow, TARGET).to(tl.float32)
-    offset = column * stride_cw
-    if SECTIONS != "none":
-        half = tl.where(d < R // 2, d, d - R // 2)
-        if SECTIONS == "alternating":
-            offset = half * stride_cw
-        offset += _axis_offset(half, stride_axis, S0, S1, S2, SECTIONS == "alternating")
-    cos = tl.load(cos_ptr + offset, mask=turns, other=0.0).to(tl.float32) + tl.zeros_like(x)
-    sin = tl.load(sin_ptr + offset, mask=turns, other=0.0).to(tl.float32) + tl.zeros_like(x)
-    straight = mul_rn(x, cos, TARGET)
-    across = mul_rn(tl.where(negative, -other, other), sin, TARGET)
     result = tl.zeros([1, 1], y_ptr.dtype.element_ty)
-    if not WIDE:
-        straight = narrowed(straight, result, TARGET).to(tl.float32)
-        across = narrowed(across, result, TARGET).to(tl.float32)
-    y = tl.where(turns, add_rn(straight, across, TARGET), x)
-    tl.store(y_ptr + h * stride_yh + d, narrowed(y, result, TARGET), mask=mask)
+    y = turned(
+        x_ptr, weight_ptr, cos_ptr, sin_ptr, h, d, H, stride_xh, stride_xd, stride_axis, stride_cw,
+        S0, S1, S2, eps, inverse_d, result, D, R, ORDER, PAIRS, SECTIONS, WIDE, TARGET,
+    )  # fmt: skip
+    tl.store(y_ptr + h * stride_yh + d, y, mask=(h < H) & (d < D))
 
 
 @triton.jit

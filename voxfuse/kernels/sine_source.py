@@ -16,14 +16,20 @@ draw alive under torch.compile. Between the centres of frames i and i + 1, h hal
 Here φ is a 64-bit integer in units of 2^-64 turn. It wraps as a phase does, integer sums are exact in any order, and
 the error (below 1e-8 turn after an hour) does not grow as fp32 sums do: after 10 s the ninth harmonic of upstream's
 fp32 chain is off by 0.01 rad (sums in fp64, each rounded, as torch.cumsum on a CPU) to 0.04 rad (sequential fp32).
+``stepped_source`` has SineGen's phase (Chatterbox) instead, f0 [rows, frames] alone: the sum of ρ over all samples up
+to t, plus ``initial``, in turns from −1/2 to 1/2, 0 for the fundamental: Σ_{j<i} scale · ρ_kj + (t − i · scale + 1) ·
+ρ_ki + initial_k in frame i, without any interpolation.
 Contract: same-precision, against upstream's chain in fp64; the difference to eager is eager's own drift: on real
 Kokoro audio 45 dB after 1.5 s and 35 dB after 14 s, as far as eager with one kind of sum is from eager with the other.
 A row's result does not depend on its batch. Envelope: fp32, any strides of f0 and noise, scale >= 3, at most 16
 harmonics; inference only.
-Source: SourceModuleHnNSF.forward and SineGen.forward (flag_for_pulse off) in kokoro/istftnet.py.
+Source: SourceModuleHnNSF.forward and SineGen.forward (flag_for_pulse off) in kokoro/istftnet.py; SineGen2 is the same
+in cosyvoice/hifigan/generator.py; stepped: SineGen in chatterbox/models/s3gen/hifigan.py.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,12 +64,13 @@ def _middle(f0_ptr, frame, valid, stride_f0t, period, SCALE: tl.constexpr, HELD:
 
 @triton.jit(do_not_specialize=["frames", "stride_f0r", "stride_nr", "stride_nk"])
 def _sine_source_kernel(
-    f0_ptr, noise_ptr, weight_ptr, bias_ptr, y_ptr, lengths_ptr,
+    f0_ptr, noise_ptr, weight_ptr, bias_ptr, y_ptr, lengths_ptr, initial_ptr,
     frames, stride_f0r, stride_f0t, stride_nr, stride_nt, stride_nk,
     sampling_rate, amplitude, noise_std, unvoiced_noise, threshold,
     SCALE: tl.constexpr, HELD: tl.constexpr, HARMONICS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, BLOCK_T samples): it sums the frames before its first sample, then goes on by sample."""
+    """One program a (row, BLOCK_T samples): it sums the frames before its first sample, then goes on by sample. With
+    initial phases it is stepped: ``frame`` is then the last one that is over at a sample, -1 for none."""
     blocks = tl.cdiv(frames * SCALE, BLOCK_T)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * BLOCK_T
@@ -73,10 +80,15 @@ def _sine_source_kernel(
     t = start + tl.arange(0, BLOCK_T)
     valid = t < length * SCALE
 
-    half_samples = tl.maximum(2 * t + 1 - SCALE, 0)  # behind the centre of frame 0
-    frame = tl.minimum(half_samples // (2 * SCALE), length - 1)
-    rest = tl.where(frame < length - 1, half_samples - 2 * SCALE * frame, 0)
-    first = tl.minimum(tl.maximum(2 * start + 1 - SCALE, 0) // (2 * SCALE), length - 1)
+    if initial_ptr is None:
+        half_samples = tl.maximum(2 * t + 1 - SCALE, 0)  # behind the centre of frame 0
+        frame = tl.minimum(half_samples // (2 * SCALE), length - 1)
+        rest = tl.where(frame < length - 1, half_samples - 2 * SCALE * frame, 0)
+        first = tl.minimum(tl.maximum(2 * start + 1 - SCALE, 0) // (2 * SCALE), length - 1)
+    else:
+        frame = tl.minimum(t // SCALE, length) - 1
+        rest = 2 * (t % SCALE + 1)  # half samples of the next frame
+        first = tl.minimum(start // SCALE, length) - 1
     sums = tl.zeros([BLOCK_F], tl.int64)
     for block in range(0, first + 1, BLOCK_F):
         j = block + tl.arange(0, BLOCK_F)
@@ -99,7 +111,10 @@ def _sine_source_kernel(
     for k in tl.static_range(1, HARMONICS + 1):
         # half of the mean of both ρ, which lie in [0, 1): unsigned shifts
         step = ((step_a * k).to(tl.uint64, bitcast=True) >> 2) + ((step_b * k).to(tl.uint64, bitcast=True) >> 2)
-        turn = ((phase * k + rest * step.to(tl.int64, bitcast=True)) >> 32).to(tl.int32)  # in units of 2^-32
+        turns = phase * k + rest * step.to(tl.int64, bitcast=True)
+        if initial_ptr is not None:
+            turns += _fixed_point(tl.load(initial_ptr + row * HARMONICS + (k - 1)).to(tl.float64))
+        turn = (turns >> 32).to(tl.int32)  # in units of 2^-32
         turn = tl.where((turn >= 1 << 30) | (turn < -(1 << 30)), -(1 << 31) - turn, turn)  # sin(pi − x) = sin(x)
         sine = sine_near_zero(turn.to(tl.float32) * 1.4629180792671596e-09)  # 2 pi / 2^32
         noise = tl.load(source + (k - 1) * stride_nk, mask=valid, other=0.0)  # [BLOCK_T]
@@ -227,6 +242,84 @@ def sine_source(
     threshold: float,
 ) -> torch.Tensor:
     """Source signal [rows, samples] of f0 and noise; shapes and formula in the module's docstring."""
+    return _launch(f0, None, noise, weight, bias, lengths, scale, sampling_rate, amplitude, noise_std, threshold)
+
+
+def stepped_unsupported(f0: torch.Tensor, initial: torch.Tensor, noise: torch.Tensor, *rest: Any) -> str | None:
+    """Why a call of ``stepped_source`` is outside the envelope, or None."""
+    if (reason := unsupported(f0, initial, noise, *rest)) is not None:
+        return reason
+    if f0.shape[1] == noise.shape[1]:
+        return f"f0 must be one value for each frame, got {tuple(f0.shape)} for {noise.shape[1]} samples"
+    if initial.shape != (noise.shape[0], noise.shape[2]) or not initial.is_contiguous():
+        return f"initial must be contiguous [{noise.shape[0]}, {noise.shape[2]}], got {tuple(initial.shape)}"
+    return None
+
+
+def stepped_reference(
+    f0: torch.Tensor,
+    initial: torch.Tensor,
+    noise: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    lengths: torch.Tensor | None,
+    scale: int,
+    sampling_rate: float,
+    amplitude: float,
+    noise_std: float,
+    threshold: float,
+) -> torch.Tensor:
+    """The upstream chain of SineGen; then the zero tail."""
+    f0 = f0.repeat_interleave(scale, 1).unsqueeze(-1)  # [rows, samples, 1]
+    turns = torch.cat([f0 * k / sampling_rate for k in range(1, noise.shape[2] + 1)], dim=2)
+    theta = 2 * torch.pi * (torch.cumsum(turns, dim=1) % 1)
+    voiced = (f0 > threshold).to(f0.dtype)
+    sines = amplitude * torch.sin(theta + 2 * torch.pi * initial.unsqueeze(1)) * voiced
+    noise_gain = voiced * noise_std + (1 - voiced) * amplitude / 3
+    y = torch.tanh(F.linear(sines + noise_gain * noise, weight, bias)).squeeze(-1)
+    if lengths is None:
+        return y
+    return torch.where(torch.arange(y.shape[1], device=y.device) < lengths[:, None] * scale, y, 0.0)
+
+
+@fused_op(
+    "stepped_source",
+    "(Tensor f0, Tensor initial, Tensor noise, Tensor weight, Tensor bias, Tensor? lengths, int scale,"
+    " float sampling_rate, float amplitude, float noise_std, float threshold) -> Tensor",
+    reference=stepped_reference,
+    unsupported=stepped_unsupported,
+    fake=_fake,
+)
+def stepped_source(
+    f0: torch.Tensor,
+    initial: torch.Tensor,
+    noise: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    lengths: torch.Tensor | None,
+    scale: int,
+    sampling_rate: float,
+    amplitude: float,
+    noise_std: float,
+    threshold: float,
+) -> torch.Tensor:
+    """Source signal [rows, samples] of f0 [rows, frames] and noise; formula in the module's docstring."""
+    return _launch(f0, initial, noise, weight, bias, lengths, scale, sampling_rate, amplitude, noise_std, threshold)
+
+
+def _launch(
+    f0: torch.Tensor,
+    initial: torch.Tensor | None,
+    noise: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    lengths: torch.Tensor | None,
+    scale: int,
+    sampling_rate: float,
+    amplitude: float,
+    noise_std: float,
+    threshold: float,
+) -> torch.Tensor:
     rows, samples, harmonics = noise.shape
     y = noise.new_empty((rows, samples))
     if y.numel() == 0:
@@ -234,7 +327,7 @@ def sine_source(
     launch(
         _sine_source_kernel,
         rows * triton.cdiv(samples, BLOCK_SAMPLES),
-        (f0, noise, weight, bias, y, lengths),
+        (f0, noise, weight, bias, y, lengths, initial),
         (samples // scale, *f0.stride(), *noise.stride()),
         (sampling_rate, amplitude, noise_std, amplitude / 3, threshold),
         (scale, f0.shape[1] != samples, harmonics, BLOCK_SAMPLES, BLOCK_FRAMES),

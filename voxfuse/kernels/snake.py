@@ -1,12 +1,11 @@
 """What stands after a convolution of a Snake vocoder, in one pass: r = x + bias + residual, y = snake(r), where
 snake(r) = r + sin²(α·r) / (α + eps).
 
-Layouts: x [rows, at least ``frames`` frames, channels] in ``x_phases`` phases (``_phases``; exactly the padded frames
-where there are several), residual [rows, frames, channels], any strides; bias, alpha [channels]. r [rows, frames,
-channels] contiguous, in plain order; y [rows, padded frames, channels] contiguous, in ``y_phases`` phases for a
-convolution with that dilation. Both are zero behind each row's valid length (``lengths`` [rows]; all frames for None).
-r is only written where ``keep``, y only where there is an alpha; what is not written has no elements. eps is 1e-9, and
-an alpha of 0 gives y = r.
+Layouts: x [rows, at least ``frames`` frames, channels] in ``x_phases`` phases of equal length (``_phases``), residual
+[rows, frames, channels], any strides; bias, alpha [channels]. r [rows, frames, channels] contiguous, in plain order; y
+[rows, padded frames, channels] contiguous, in ``y_phases`` phases for a convolution with that dilation. Both are zero
+behind each row's valid length (``lengths`` [rows]; all frames for None). r is only written where ``keep``, y only where
+there is an alpha; what is not written has no elements. eps is 1e-9, and an alpha of 0 gives y = r.
 Contract: same-precision. r has the bits of eager in fp32; fp16 and bf16 round once at the end of r and y each, where
 eager rounds after every operation. Not bitwise: the sine is a polynomial of this library (``_math.sin_squared``),
 within 2e-7 of CUDA's for |α·r| < 1e3 and 5e-7 for 1e6, since CUDA's own needs a stack and is on no other target.
@@ -83,8 +82,9 @@ def unsupported(
     """Why a call is outside the envelope, or None."""
     if x.dim() != 3 or x.shape[1] < frames:
         return f"x must be [rows, at least {frames} frames, channels], got {tuple(x.shape)}"
-    if x_phases > 1 and x.shape[1] != padded_frames(frames, x_phases):
-        return f"x in {x_phases} phases must have {padded_frames(frames, x_phases)} frames, got {x.shape[1]}"
+    if x_phases > 1 and (x.shape[1] % x_phases or x.shape[1] < padded_frames(frames, x_phases)):
+        least = padded_frames(frames, x_phases)
+        return f"x must have {x_phases} phases alike of together at least {least} frames, got {x.shape[1]} frames"
     if x.dtype not in FLOAT_TYPES:
         return f"dtype must be one of fp32, fp16 and bf16, got {x.dtype}"
     rows, held, channels = x.shape
@@ -168,7 +168,7 @@ def snake(
         (x, raw if keep else None, y if alpha is not None else None, bias, residual, alpha, lengths),
         (
             *(channels, frames, padded),
-            *(padded_frames(frames, x_phases) // x_phases, padded // y_phases),
+            *(x.shape[1] // x_phases, padded // y_phases),
             *x.stride(),
             *((0, 0, 0) if residual is None else residual.stride()),
         ),

@@ -1,4 +1,4 @@
-"""Arms of what a language model does for one token: norms, rotary embeddings, gated units, attention."""
+"""Arms of what a language model does for one token: norms, rotary embeddings, gated units, attention, projections."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from voxfuse.kernels.gqa_decode import gqa_decode
 from voxfuse.kernels.qk_norm_rope import qk_norm_rope
 from voxfuse.kernels.rmsnorm import rms_norm
+from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
+from voxfuse.kernels.small_attention import small_attention
 from voxfuse.kernels.swiglu import swiglu
 from voxfuse.microbench.operation import Operation, around
 from voxfuse.microbench.peers import Peer
@@ -45,6 +47,30 @@ def gqa_decode_inputs(case: Case, generator: torch.Generator) -> Inputs:
     return q, k, v, None, None, float(case.parameters["scale"]), True, 0
 
 
+def projection_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """The arguments of skinny_linear, or of skinny_swiglu where the case has a gate; absent tensors are None."""
+    tensors, x = case.tensors, around(0.0, 1.0, case.tensors["x"], generator)
+    names = [name for name in ("weight", "gate", "up") if name in tensors]
+    weights = [around(0.0, x.shape[-1] ** -0.5, tensors[name], generator) for name in names]
+    others = ("gate_bias", "up_bias") if "gate" in tensors else ("bias", "residual")
+    given = [around(0.0, 1.0, tensors[name], generator) if name in tensors else None for name in others]
+    norm = around(1.0, 0.3, tensors["norm_weight"], generator) if "norm_weight" in tensors else None
+    return x, *weights, *given, norm, float(case.parameters["eps"]), str(case.parameters["order"])
+
+
+def small_attention_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """The arguments of small_attention, with every slot but the last held: the longest that a step sees."""
+    tensors = case.tensors
+    q, k, v, *caches = (around(0.0, 1.0, tensors[name], generator) for name in ("q", "k", "v", "k_cache", "v_cache"))
+    slots = torch.full(tensors["slots"].shape, caches[0].shape[2] - 1, device=generator.device)
+    angle = 3 * torch.randn(tensors["cos"].shape, generator=generator, device=generator.device)
+    tables = (table.to(q.dtype) for table in (angle.cos(), angle.sin()))
+    weights = (around(1.0, 0.3, tensors[name], generator) for name in ("q_weight", "k_weight"))
+    scale = float(case.parameters["scale"])
+    norm = float(case.parameters["eps"]), "cast_then_scale"
+    return q, k, v, *caches, slots, *tables, *weights, *norm, "half", [], False, False, scale
+
+
 def liger(function: str, module: str, arguments: Callable[..., Inputs]) -> Peer:
     """An autograd function of Liger-Kernel."""
     return Peer(
@@ -76,7 +102,12 @@ OPERATIONS: dict[str, Operation] = {
         "a SwiGLU",
         (liger("LigerSiLUMulFunction", "swiglu", lambda gate, up: (gate, up)),),
     ),
+    "skinny_gemm": Operation(skinny_linear, projection_inputs, "a product of a few rows with its norm and residual"),
+    "skinny_swiglu": Operation(skinny_swiglu, projection_inputs, "a product of a few rows with norm and SwiGLU"),
     "qk_norm_rope": Operation(qk_norm_rope, qk_norm_rope_inputs, "a norm with rotary embedding and eager's roundings"),
+    "small_attention": Operation(
+        small_attention, small_attention_inputs, "a norm, rotary embedding, cache write and attention in one"
+    ),
     "gqa_attention": Operation(
         gqa_decode,
         gqa_decode_inputs,

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from voxfuse.fusions.registry import FUSIONS
-from voxfuse.kernels import adain
+from voxfuse.kernels import adain, skinny_gemm
 from voxfuse.kernels._op import FusedOp, Run
 from voxfuse.kernels._tuned import Row, capability_of, options, trying
+from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
 from voxfuse.microbench.arms import around, smooth
 from voxfuse.microbench.ceilings import rotation
 from voxfuse.microbench.judge import compulsory_bytes, error_fp64, fidelity_fault
@@ -87,6 +88,37 @@ def _adain_candidates(shape_class: str) -> list[dict[str, int]]:
     return plain + [{**base, "maxnreg": limit} for base, limit in limited if base["num_warps"] <= 16]
 
 
+def _projection_inputs(inputs: int, dtype: torch.dtype, gated: bool, generator: torch.Generator) -> Inputs:
+    """One row, normed, and what a decoder of that width has behind it: 1.25 times as many outputs."""
+    device, width = generator.device, inputs * 5 // 4
+
+    def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (scale * torch.randn(shape, generator=generator, device=device)).to(dtype)
+
+    x, norm = drawn(1, 1, inputs), 1.0 + drawn(inputs, scale=0.3)
+    gate, up = (drawn(width, inputs, scale=inputs**-0.5) for _ in range(2))
+    weights = (gate, up, None, None) if gated else (gate, None, drawn(1, 1, width))
+    return x, *weights, norm, 1e-6, "cast_then_scale"
+
+
+def _projection_candidates(shape_class: str) -> list[dict[str, int]]:
+    blocks = (32, 64) if shape_class.startswith("fp32") else (64, 128)
+    sizes = [*itertools.product((4, 8, 16), blocks, (8,)), (8, blocks[-1], 16)]
+    return [
+        {"num_warps": warps, "block_k": block_k, "block_n": block_n, "num_stages": stages, "programs": programs}
+        for (warps, block_k, block_n), (stages, programs) in itertools.product(sizes, ((2, 8), (3, 4)))
+    ]
+
+
+def _projection(op: FusedOp) -> Tunable:
+    types = (torch.float32, torch.bfloat16)
+    classes = {
+        skinny_gemm.shape_class(dtype, inputs): partial(_projection_inputs, inputs, dtype, op is skinny_swiglu)
+        for dtype, inputs in itertools.product(types, skinny_gemm.CLASSES)
+    }
+    return Tunable(op, classes, _projection_candidates, ("skinny_gemm",))
+
+
 TUNABLE: dict[str, Tunable] = {
     adain.OPERATION: Tunable(
         adain.adain_act,
@@ -94,6 +126,8 @@ TUNABLE: dict[str, Tunable] = {
         _adain_candidates,
         ("adain_snake", "adain_leaky_relu"),
     ),
+    skinny_gemm.LINEAR: _projection(skinny_linear),
+    skinny_gemm.GATED: _projection(skinny_swiglu),
 }
 
 

@@ -13,8 +13,9 @@ from torch import nn
 
 from voxfuse.fusions import adain_conv_block, snake_conv_block
 from voxfuse.kernels._op import Run
+from voxfuse.kernels.held_source import held_source
 from voxfuse.kernels.istft import istft_polar
-from voxfuse.kernels.sine_source import sine_source
+from voxfuse.kernels.sine_source import sine_source, stepped_source
 from voxfuse.kernels.snake import snake
 from voxfuse.kernels.stft import stft_polar
 from voxfuse.microbench.operation import Operation, smooth
@@ -238,6 +239,19 @@ def source_inputs(case: Case, generator: torch.Generator) -> Inputs:
     return f0, initial, normal(rows, samples, harmonics), *linear, None, scale, 24_000.0, 0.1, 0.003, 10.0
 
 
+def stepped_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """As ``source_inputs``, f0 [rows, frames], initial phases of either sign."""
+    f0, initial, *rest = source_inputs(case, generator)
+    return f0[:, :: int(case.parameters["scale"])].contiguous(), initial - 0.5, *rest
+
+
+def held_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """Sines [rows, frames, harmonics], f0 [rows, frames], noise, linear, None, settings."""
+    f0, _, noise, *linear, lengths, scale, _, amplitude, std, threshold = stepped_inputs(case, generator)
+    sines = torch.sin(100 * torch.rand(*f0.shape, noise.shape[2], generator=generator, device=generator.device))
+    return sines, f0, noise, *linear, lengths, scale, amplitude, std, threshold
+
+
 OPERATIONS: dict[str, Operation] = {
     "adain_conv_block": Operation(
         Block, block_inputs, "an AdaIN residual block", flop=block_flop, precision="tf32", of_modules=True
@@ -254,4 +268,6 @@ OPERATIONS: dict[str, Operation] = {
     "stft_polar": Operation(stft_polar, stft_inputs, "an STFT to magnitude and phase", compared=as_complex),
     "istft_polar": Operation(istft_polar, istft_inputs, "an inverse STFT from a spectral head", timed="wall"),
     "sine_source": Operation(sine_source, source_inputs, "a harmonic source"),
+    "stepped_source": Operation(stepped_source, stepped_inputs, "a harmonic source without interpolation"),
+    "held_source": Operation(held_source, held_inputs, "a harmonic source of sines held for a frame"),
 }

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,7 +70,10 @@ class Planner:
         return [self._patch(scope, patch, self._class_owner) for patch in stack.patches]
 
     def model(self, model: nn.Module) -> list[Step]:
-        """Plan one model: the modules in it that are instances of a supported stack's classes."""
+        """Plan one model: the modules in it that are instances of a supported stack's classes.
+
+        Where two stacks have a class in common, one that fits is enough: the other's failure is no receipt.
+        """
         steps: list[Step] = []
         for name in registry.STACKS:
             stack = registry.patches_of(name)
@@ -87,6 +91,8 @@ class Planner:
                     steps.append(self._patch(scope, patch, owners))
                 else:  # a module of a large library that nobody has loaded: no instance of it exists
                     steps.append(scope.skip(patch, Why.ABSENT, _nothing_in_model(patch)))
+        served = {step.entry.target for step in steps if step.entry.why is Why.APPLIED}
+        steps = [step for step in steps if step.entry.why is not Why.FAILED or step.entry.target not in served]
         if not steps:
             kind = type(model)
             where, reason = f"{kind.__module__}.{kind.__qualname__}", "no module of a supported stack in this model"
@@ -235,7 +241,15 @@ def _matching(model: nn.Module, patch: Patch) -> list[nn.Module]:
         owner = resolve(patch.target).owner
     except LookupError:  # not loaded, so no instance of it exists; or renamed upstream, which a stack name reports
         return []
-    return [module for module in model.modules() if isinstance(owner, type) and isinstance(module, owner)]
+    if not isinstance(owner, type):
+        return []
+    return [m for m in model.modules() if isinstance(m, owner) and not _of_a_relative(type(m), owner, patch)]
+
+
+def _of_a_relative(kind: type, owner: type, patch: Patch) -> bool:
+    """Whether upstream itself, in the same module, wrote another method for a subclass: that is another target."""
+    home: Any = untouched(kind, method_name(patch))[0]
+    return home.__module__ == owner.__module__ and not issubclass(owner, home)
 
 
 def _nothing_in_model(patch: Patch) -> str:

@@ -33,9 +33,15 @@ def _kokoro() -> StackPatches:
 
 
 def _cosyvoice2() -> StackPatches:
-    from voxfuse.patches.cosyvoice import COSYVOICE2
+    from voxfuse.patches.cosyvoice import cosyvoice2
 
-    return COSYVOICE2
+    return cosyvoice2()
+
+
+def _cosyvoice3() -> StackPatches:
+    from voxfuse.patches.cosyvoice3 import cosyvoice3
+
+    return cosyvoice3()
 
 
 def _chatterbox() -> StackPatches:
@@ -53,6 +59,7 @@ def _transformers() -> StackPatches:
 STACKS: dict[str, Callable[[], StackPatches]] = {
     "kokoro": _kokoro,
     "cosyvoice2": _cosyvoice2,
+    "cosyvoice3": _cosyvoice3,
     "chatterbox": _chatterbox,
     "transformers": _transformers,
 }

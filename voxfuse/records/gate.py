@@ -61,7 +61,8 @@ class ArmUtterance(Record, frozen=True, kw_only=True):
     """What one arm did with one utterance: enough to recompute every verdict from.
 
     ``audio_sha256`` is that of the float32 samples; ``rms`` is relative to full scale; ``nonfinite`` counts NaN and
-    infinite samples; ``clipped`` is the share of samples at or beyond full scale.
+    infinite samples; ``clipped`` is the share of samples at or beyond full scale; ``oracle_snr_db`` is the
+    signal-to-noise ratio against what fp64 makes of the same inputs, where the stack can tell.
     """
 
     audio_sha256: str | None
@@ -74,6 +75,7 @@ class ArmUtterance(Record, frozen=True, kw_only=True):
     failure: str | None = None
     hypothesis: str | None = None
     edits: int | None = None
+    oracle_snr_db: float | None = None
 
 
 class Utterance(Record, frozen=True, kw_only=True):
@@ -94,11 +96,12 @@ class Utterance(Record, frozen=True, kw_only=True):
 
 
 class Block(Record, frozen=True, kw_only=True):
-    """One timed pair of the gate: the same list of utterances in two arms, one right after the other.
+    """One timed pair of the gate: the same list of utterances in two arms that take turns.
 
     ``kind`` is ``a/a`` (untouched in both), ``a/b`` (untouched, patched) or ``without:FUSION`` (untouched, patched
-    without that fusion). ``first`` says which arm ran first. ``wall_s`` and ``audio_s`` have one entry per utterance,
-    ``stages_s`` sums over the block, ``device`` holds NVML means over the block.
+    without that fusion). ``first`` says which arm spoke the first utterance; the other begins the next. ``wall_s`` and
+    ``audio_s`` have one entry per utterance, ``stages_s`` sums over the block, ``device`` holds NVML means of the arm
+    by itself.
     """
 
     kind: str

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from voxfuse.e2e.stack import Speech, Text, Workload
+from voxfuse.e2e.stacks._seed import seeded
 from voxfuse.e2e.weights.cache import WeightsCorrupt
 from voxfuse.e2e.weights.kokoro import REPOSITORY, KokoroFiles, find
 from voxfuse.patches._kokoro_import import load_kokoro
@@ -93,7 +94,7 @@ class KokoroStack:
         model: Any = self.model
         phonemes = _phonemes(text, model.vocab)
         style = self._styles[len(phonemes) - 1]  # upstream's choice: by the length of the string
-        with _seeded(seed, model.device), _stages(model, self.timed) as stages:
+        with seeded(seed, model.device), _stages(model, self.timed) as stages:
             audio = model(phonemes, style, self.speed)
         return Speech(audio.reshape(-1).numpy(), stages)
 
@@ -179,18 +180,6 @@ def verify(loaded: dict[str, torch.Tensor], stored: dict[str, torch.Tensor]) -> 
                 f"KModel did not load its weights: {len(names)} tensors are {problem} the checkpoint, "
                 f"such as {sorted(names)[0]}; is it kokoro-v1_0.pth for this release of kokoro?"
             )
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators of the CPU and of one device, and restore them at the end."""
-    cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.default_generator.manual_seed(seed)
-        if cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
 
 
 @contextmanager

@@ -1,0 +1,122 @@
+"""A decode step whose projections run through skinny_gemm, all or some, against the untouched decoders."""
+
+import copy
+import importlib.util
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from decoders import tiny
+from decoding import Choice, error, generation, upstream
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from voxfuse.kernels import skinny_gemm
+from voxfuse.kernels._op import TALLIES, Run
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is absent")
+
+NAMES = ("Qwen2", "Qwen3", "Llama")
+REFERENCE = Run("reference", "test_projections")
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    monkeypatch.setattr(skinny_gemm, "MOST_ROWS", Choice(lambda *key: True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_free_running_greedy_tokens_are_upstreams(name, everywhere):
+    model = tiny(name, layers=2)
+    ours, theirs = generation(model, REFERENCE), upstream(model)
+    token = torch.tensor([4, 5, 6])
+    mine, expected = [token], [token]
+    for _ in range(60):
+        mine.append(ours(mine[-1]).argmax(-1))
+        expected.append(theirs(expected[-1]).argmax(-1))
+    assert torch.equal(torch.stack(mine), torch.stack(expected))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_in_the_interpreter(name, dtype, everywhere, request):
+    run = Run("interpreter", request.node.nodeid)
+    model = tiny(name, layers=2).to(dtype)
+    exact = copy.deepcopy(model).double()
+    decoders = generation(model, run), upstream(model), upstream(exact)
+    logits = [[decode(torch.tensor(token)) for decode in decoders] for token in ([3, 8, 1], [5, 4, 9])]
+    mine, eager, true = (torch.stack(kind) for kind in zip(*logits, strict=True))
+    bound = max(1.25 * error(eager, true), 4 * torch.finfo(dtype).eps)
+    assert error(mine, true) <= bound
+    tally = TALLIES.of(run.receipt)
+    assert not tally.fallbacks and tally.calls == 2 * (2 * 6 + 1)  # six a layer, and the norm with the head
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_of_few_tokens_as_of_a_code_predictor(name, everywhere, request):
+    model = tiny(name, layers=2)
+    short, theirs = generation(model, REFERENCE, capacity=32), upstream(model)
+    interpreted = generation(model, Run("interpreter", request.node.nodeid), capacity=32)
+    for token in map(torch.tensor, ([3, 8, 1], [5, 4, 9])):
+        expected = theirs(token)
+        for ours in (short, interpreted):
+            torch.testing.assert_close(ours(token), expected, rtol=1e-4, atol=1e-5)
+    tally = TALLIES.of(request.node.nodeid)
+    assert not tally.fallbacks and tally.calls == 2 * (2 * 5 + 1)
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self, counts):
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function).split(".")[1]] += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_six_operations_a_layer(everywhere):
+    totals = []
+    for layers in (1, 2):
+        model, counts = tiny("Qwen3", layers=layers), Counter()
+        generation(model, REFERENCE)(torch.tensor([4, 5, 6]))  # packs
+        decode = generation(model, REFERENCE)
+        with Counting(counts):
+            decode(torch.tensor([4, 5, 6]))
+        totals.append(counts)
+    layer = totals[1] - totals[0]
+    assert layer == {"skinny_linear": 3, "qk_norm_rope_cached": 1, "gqa_decode": 1, "skinny_swiglu": 1}
+
+
+@torch.no_grad()
+def test_any_mixture_with_cublas_is_upstreams(monkeypatch):
+    """Tiny Llama: hidden 32, intermediate 48, 4 and 2 heads of 8: each projection has a shape of its own but o_proj."""
+    model = tiny("Llama", layers=2, head_dim=12, attention_bias=True, mlp_bias=True)
+    shapes = [(96, 32), (32, 48), (48, 32), (50, 32)]  # QKV, output and down, gate, head
+    expected = upstream(model)(torch.tensor([4, 5, 6]))
+    for chosen in itertools.product((False, True), repeat=len(shapes)):
+        wanted = {shape for shape, on in zip(shapes, chosen, strict=True) if on}
+        monkeypatch.setattr(skinny_gemm, "MOST_ROWS", Choice(lambda operation, kind, *shape: shape in wanted))  # noqa: B023
+        ours = generation(model, REFERENCE)(torch.tensor([4, 5, 6]))
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_is_not_measured_runs_cublas():
+    assert skinny_gemm.fastest(1, torch.empty(17, 23)) == "cublas"
+    assert skinny_gemm.fastest(1, torch.empty(17, 23), skinny_gemm.GATED) == "cublas"
+
+
+@torch.no_grad()
+def test_the_table_is_asked_by_kind_type_and_shape(monkeypatch):
+    monkeypatch.setattr(skinny_gemm, "MOST_ROWS", {("skinny_linear", "half", 24, 16): 4})
+    weight = torch.empty(24, 16, dtype=torch.bfloat16)
+    assert [skinny_gemm.fastest(rows, weight) for rows in (1, 4, 5)] == ["skinny", "skinny", "cublas"]
+    for other in (weight.T, weight.float()):
+        assert skinny_gemm.fastest(1, other) == "cublas"
+    assert skinny_gemm.fastest(1, weight, skinny_gemm.GATED) == "cublas"
+    assert skinny_gemm.fastest(1, weight.half()) == "skinny"
