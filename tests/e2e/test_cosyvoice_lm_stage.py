@@ -70,7 +70,7 @@ def test_requests_at_once_are_those_one_after_the_other(stage, device, backend):
             with voxfuse.capturing() if device == "cuda" else nullcontext():
                 spoken = stage.speak_at_once(texts, seed=3, count=50)
             assert [each.tokens for each in spoken] == expected
-        calls = sum(receipt.calls for receipt in patches.receipts)
+        calls = sum(receipt.calls for receipt in patches.receipts if receipt.stack == "cosyvoice2")
         assert calls == (2 if device == "cuda" else 1) * 3 * 49 * 11
 
 

@@ -8,14 +8,19 @@ import pytest
 from voxfuse.patches import registry
 from voxfuse.patches.guards import installed_version, replaced_by, resolve, source_sha256
 
+LANGUAGE_MODELS = {"cosyvoice2": cosyvoice_lm, "chatterbox": chatterbox_t3}
+if hift_classes.CHECKOUT:
+    LANGUAGE_MODELS["cosyvoice3"] = cosyvoice_lm
+
 
 @pytest.mark.parametrize("name", registry.STACKS)
 def test_recorded_hashes_are_those_of_the_installed_release(name: str) -> None:
+    if name in hift_classes.MODULES:  # their imports need more than the tests install
+        hift_classes.upstream(name)
+    if name in LANGUAGE_MODELS:
+        LANGUAGE_MODELS[name].upstream()
     stack = registry.patches_of(name)
     assert stack is not None
-    if name in hift_classes.MODULES:
-        hift_classes.upstream(name)  # its imports need more than the tests install
-        {"cosyvoice2": cosyvoice_lm, "chatterbox": chatterbox_t3}[name].upstream()
     stack.load()
     version = installed_version(stack.distribution)
     if name == "cosyvoice3" or (hift_classes.CHECKOUT and name == "cosyvoice2"):

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from voxfuse.e2e.stack import WeightsMissing
+from voxfuse.e2e.stacks import _hift_import
+from voxfuse.e2e.stacks._seed import seeded
 from voxfuse.e2e.stacks._speech_tokens import SpeechTokens
 from voxfuse.e2e.weights.cache import WeightsCorrupt
 from voxfuse.profiles.capture import Stage
 
 STAGE = Stage("lm", "AR")
-PACKAGES = ("chatterbox", "chatterbox.models", "chatterbox.models.s3gen")
 SIZES: dict[str, Any] = {  # Llama_520M
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -38,19 +39,14 @@ MOST_TOKENS = 1000  # upstream's
 
 
 def load_t3() -> ModuleType:
-    """Import ``chatterbox.models.t3.t3`` alone: neither the whole stack, which its ``__init__`` files import (a process
-    that has imported chatterbox keeps its own), nor einops, of which T3 calls nothing.
+    """Import ``chatterbox.models.t3.t3`` beside HiFT's modules, without einops, of which T3 calls nothing.
 
     Raises ImportError where chatterbox-tts or transformers is absent.
     """
     from transformers import GPT2Model, LlamaModel  # before a stand-in, at which transformers would look
 
     assert GPT2Model is not None and LlamaModel is not None
-    for name in PACKAGES if "chatterbox" not in sys.modules else ():
-        spec = importlib.util.find_spec(name)
-        if spec is None:
-            raise ImportError("chatterbox is not installed: pip install --no-deps chatterbox-tts==0.1.7")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
+    _hift_import.chatterbox()
     absent = "einops" not in sys.modules and importlib.util.find_spec("einops") is None
     if absent:
         sys.modules["einops"] = ModuleType("einops")
@@ -118,16 +114,13 @@ class ChatterboxT3:
         ids = torch.tensor([[settings.start_text_token, *text, settings.stop_text_token]] * 2, device=model.device)
         stamps: list[float] = []
         hook = model.speech_emb.register_forward_hook(lambda *_: stamps.append(time.perf_counter()))
-        devices = [model.device] if model.device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices):
-                torch.manual_seed(seed)
+            with seeded(seed, model.device):
                 begin = time.perf_counter()
-                found = model.inference(t3_cond=self._condition, text_tokens=ids, max_new_tokens=count or MOST_TOKENS)[
-                    0
-                ].tolist()
+                rows = model.inference(t3_cond=self._condition, text_tokens=ids, max_new_tokens=count or MOST_TOKENS)
         finally:
             hook.remove()
+        found = rows[0].tolist()
         tokens = found[:-1] if found[-1] == settings.stop_speech_token else found  # an end is not embedded
         return SpeechTokens(tokens, [stamp - begin for stamp in stamps[len(stamps) - len(tokens) :]])
 
