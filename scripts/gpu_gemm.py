@@ -5,7 +5,7 @@
 
 µs are medians of CUDA graph replays, per call: "warm" with one weight, "cold" over so many weights that none stays in
 the L2 cache, which is what a model's weights are. "cuBLAS" is what decode_step runs without skinny_gemm: the norm's own
-kernel, F.linear, swiglu's own kernel. At the end stand the lines for MOST_ROWS and the launch options that won.
+kernel, F.linear, swiglu's own kernel. Then a whole decode step with each, and the lines for MOST_ROWS.
 """
 
 # ruff: noqa: E402 - the interpreter is chosen before Triton is imported
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from decode_cases import BEGIN, DEVICE, EPS, MODELS, RUN, double, error, gpu_us, host_us, normal
+from gemm_step import decode_steps, predictor_times
 
 import voxfuse
 from voxfuse.kernels._op import TALLIES
@@ -283,6 +284,8 @@ def main() -> int:
         print(f"  WRONG {fault}")
     most_rows: dict[tuple[str, str, int, int], int] = {}
     table(most_rows)
+    decode_steps({key: rows for key, rows in most_rows.items() if rows}, late)
+    predictor_times()
     options_table()
     (one,) = arguments(projection(CASES[0].model, "QKV"), 1, CASES[0].dtypes[0], 1)
     print(f"\nhost µs of an eager call: {host_us(lambda: skinny_linear(*one, run=RUN)):.0f}")

@@ -20,7 +20,7 @@ LOSS = verdict(eager_us=8.0, voxfuse_us=10.0, measured_at="2026-11-02T10:00:00Z"
 [GATE] = [
     entry.verdict
     for entry in ledger.load([ledger.SHIPPED])
-    if isinstance(entry.verdict, GateVerdict) and entry.verdict.protocol == "full"
+    if isinstance(entry.verdict, GateVerdict) and entry.verdict.fusions == ("adain_leaky_relu", "adain_snake")
 ]
 GATE = msgspec.structs.replace(GATE, environment=H200)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from voxfuse.microbench.ceilings import copy_bytes_per_s, launch_floor_us, launches, peak_bytes, rotation
+from voxfuse.microbench.ceilings import MOST_SETS, copy_bytes_per_s, launch_floor_us, launches, peak_bytes, rotation
 from voxfuse.microbench.timer import GraphClock, HostClock, clock_for, host_us, paired_samples
 
 CPU = torch.device("cpu")
@@ -100,8 +100,9 @@ class TestGpu:
 
     def test_rotation_exceeds_three_times_the_l2(self):
         l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
-        for footprint in (1 << 16, 1 << 22, 1 << 30):
+        for footprint in (1 << 20, 1 << 22, 1 << 30):
             assert rotation(footprint, self.device) * footprint > 3 * l2
+        assert rotation(1 << 10, self.device) == MOST_SETS
 
     def test_graph_samples_scale_with_the_work_and_find_a_delay(self):
         clock = GraphClock()

@@ -17,13 +17,19 @@ def _product(x, w, sums, TARGET: tl.constexpr):
 
 
 @triton.jit
-def row_sums(values, SLICES: tl.constexpr):
-    """Sum of [SLICES, M, BLOCK_K] over slices and k, pairwise over the slices whatever the layout: [M]."""
-    sums = tl.trans(tl.sum(values, axis=2))  # [M, SLICES]
+def pairwise(values, SLICES: tl.constexpr):
+    """[A, B, SLICES] summed over slices, neighbours first whatever the layout: [A, B]."""
     for _ in tl.static_range(SLICES.bit_length() - 1):
-        low, high = tl.split(sums.reshape(sums.shape[0], sums.shape[1] // 2, 2))
-        sums = low + high
-    return sums.reshape(sums.shape[0])
+        low, high = tl.split(values.reshape(values.shape[0], values.shape[1], values.shape[2] // 2, 2))
+        values = low + high
+    return values.reshape(values.shape[0], values.shape[1])
+
+
+@triton.jit
+def row_sums(values, SLICES: tl.constexpr):
+    """[SLICES, M, BLOCK_K] summed over slices and k: [M]."""
+    sums = tl.trans(tl.sum(values, axis=2))
+    return pairwise(sums.reshape(sums.shape[0], 1, SLICES), SLICES).reshape(sums.shape[0])
 
 
 @triton.jit
@@ -62,13 +68,23 @@ def tile_sums(
         w = tl.load(weight_ptr + k, mask=(n[None, :, None] < N) & (k < K), other=0.0)  # [SLICES, BLOCK_N, BLOCK_K]
         sums = _product(x, w, sums, TARGET)
     else:
+        lost = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, K, SLICES * BLOCK_K):
             w = tl.load(weight_ptr + start + k, mask=(n[None, :, None] < N) & (start + k < K), other=0.0)
             x = tl.load(x_ptr + rows + start + k, mask=real & (start + k < K), other=0.0)
             if norm_ptr is not None:
                 x = normed(x, norm_ptr, start + k, K, rstd, ORDER, TARGET)
-            sums = _product(x, w, sums, TARGET)
-    return tl.sum(sums, axis=0)
+            if weight_ptr.dtype.element_ty == tl.float32:
+                part = _product(x, w, tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32), TARGET)
+                total = sums + part
+                back = total - sums
+                lost += (sums - (total - back)) + (part - back)  # what the addition rounded away (Knuth's TwoSum)
+                sums = total
+            else:
+                sums = _product(x, w, sums, TARGET)
+        if weight_ptr.dtype.element_ty == tl.float32:
+            sums = tl.where(lost == lost, sums + lost, sums)  # infinite sums lose NaN
+    return pairwise(tl.permute(sums, 1, 2, 0), SLICES)
 
 
 @triton.jit

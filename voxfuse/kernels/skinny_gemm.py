@@ -9,7 +9,8 @@ Rounding is upstream's: the normed x, the product with its bias, silu and the re
 A program takes BLOCK_N outputs at a time; its warps share K out among themselves and their sums are added in a fixed
 order, so that equal calls give equal bits. What a row gives depends neither on the other rows nor on their number.
 Contract: same-precision, for the order of sums alone. Half types run on tensor cores with fp32 sums; fp32 is fused
-multiply-adds whatever ``allow_tf32`` says.
+multiply-adds whatever ``allow_tf32`` says, 16 in a row and these sums added with compensation: rounding K of them one
+after the other would cost several units in the last place, where eager may split K further at few rows.
 Envelope: fp32, fp16 or bf16 of one type, 1 to 16 rows; inference only.
 Source: the projections of Qwen2Attention, Qwen2MLP and their copies in transformers.
 """
@@ -38,6 +39,7 @@ GATED = "skinny_swiglu"
 MAX_ROWS = 16
 CLASSES = (512, 1024, 2048, 4096, 8192)  # of K
 LANES, VECTOR_BYTES = 32, 16  # of a warp, and of a thread's load
+FP32_CHAIN = 16  # products that fp32 adds one by one: more, and the error leaves the last place
 HOST_PROCESSORS = 4  # in the interpreter
 # Up to how many rows the kernel with its neighbours was faster than cuBLAS with theirs, by (operation, type, N, K);
 # lines as scripts/gpu_gemm.py prints them. Nothing is measured yet, so cuBLAS runs everywhere.
@@ -198,9 +200,12 @@ def shape_class(dtype: torch.dtype, inputs: int) -> str:
 def blocks(table: Options, rows: int, element_bytes: int) -> tuple[tuple[int, ...], Options]:
     """The kernel's block sizes and its launch options, from a row of the table."""
     found = dict(table)
+    warps, span = found["num_warps"], found["block_k"]
+    block_k = min(span, FP32_CHAIN) if element_bytes == 4 else span
     # So many rows, real or not, that a thread's load of x has full width: then sums over k have one order.
-    least = max(1, LANES * (VECTOR_BYTES // element_bytes) // found["block_k"])
-    sizes = found["num_warps"], max(least, power_of_two(rows)), found["block_n"], found["block_k"], found["num_stages"]
+    least = max(1, LANES * (VECTOR_BYTES // element_bytes) // block_k)
+    block_m = max(least, power_of_two(rows))
+    sizes = warps * span // block_k, block_m, found["block_n"], block_k, found["num_stages"]
     launching = tuple((name, value) for name, value in table if name not in BLOCK_OPTIONS)
     return sizes, (*launching, ("enable_fp_fusion", False)) if target() == "hip" else launching
 

@@ -11,6 +11,7 @@ import torch
 from voxfuse.microbench.timer import Clock, Inputs, sample_us
 
 L2_FACTOR = 3  # inputs rotate over more than this many times the L2
+MOST_SETS = 512  # a graph of thousands of small calls takes minutes to capture
 HOST_SETS = 2  # on a CPU nothing is claimed about caches
 PEAK_FOOTPRINT_BYTES = 1 << 30
 PEAK_MATMUL = 8192  # rows and columns of the square matrices
@@ -19,11 +20,14 @@ MATMULS = ("fp32", "tf32", "bf16")
 
 
 def rotation(footprint_bytes: int, device: torch.device) -> int:
-    """How many input sets of that footprint (bytes read and written by one call) exceed three times the L2."""
+    """How many input sets of that footprint (bytes read and written by one call) exceed three times the L2.
+
+    At most ``MOST_SETS``: calls on less than about 0.3 MB find their inputs in the L2.
+    """
     if device.type != "cuda":
         return HOST_SETS
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, L2_FACTOR * l2_bytes // max(1, footprint_bytes) + 1)
+    return min(MOST_SETS, max(2, L2_FACTOR * l2_bytes // max(1, footprint_bytes) + 1))
 
 
 def copy_bytes_per_s(clock: Clock, footprint_bytes: int, device: torch.device) -> float:
