@@ -1,6 +1,7 @@
 """CosyVoice2's own loop over its language model (upstream's code) on a GPU, untouched against patched, in under 120 s.
 
     PYTHONPATH=SITE:. python scripts/gpu_lm.py         # needs a CUDA GPU; exits with 1 where a patched arm fell back
+    PYTHONPATH=SITE:. python scripts/gpu_lm.py --t3    # Chatterbox's T3 alone
     PYTHONPATH=SITE:. python scripts/gpu_lm.py --tiny   # small shapes on the CPU, to check the script
 
 SITE holds ``cosyvoice-minicpmo`` (installed with --no-deps) and best transformers 4.51.3, for which upstream was
@@ -32,6 +33,7 @@ import cosyvoice_lm  # noqa: E402 - the checkout need not be installed
 import transformers  # noqa: E402
 
 import voxfuse  # noqa: E402
+from voxfuse.e2e.stacks import _chatterbox_t3  # noqa: E402
 from voxfuse.e2e.stacks._cosyvoice_lm import SIZES, SPEECH_TOKENS  # noqa: E402
 
 TINY = "--tiny" in sys.argv[1:]
@@ -121,7 +123,7 @@ def t3(patch: pytest.MonkeyPatch) -> bool:
     if chatterbox_t3.importable() is None or time.monotonic() - BEGIN > BUDGET_S:
         print("\nT3: not run, chatterbox-tts is absent or the time is up")
         return True
-    sizes = chatterbox_t3.SMALL if TINY else chatterbox_t3.RELEASED
+    sizes = chatterbox_t3.SMALL if TINY else _chatterbox_t3.SIZES
     with torch.device(DEVICE):
         model = chatterbox_t3.text_to_speech_tokens(patch, **sizes, spread=0.2 if TINY else 0.005)
     print(f"\nChatterbox's T3, two rows, float32, {TOKENS} tokens", flush=True)
@@ -145,28 +147,33 @@ def t3(patch: pytest.MonkeyPatch) -> bool:
     return served
 
 
+def language_models(patch: pytest.MonkeyPatch) -> bool:
+    """CosyVoice2's in both types; whether the patched arms were served."""
+    cosyvoice_lm.whole_masks(patch)
+    count = cosyvoice_lm.SPEECH_TOKENS if TINY else SPEECH_TOKENS
+    sizes = {} if TINY else SIZES
+    model = cosyvoice_lm.language_model(count, spread=0.2 if TINY else 0.02, device=DEVICE, **sizes)
+    with torch.no_grad():
+        model.llm_decoder.weight.mul_(1 if TINY else 4)  # about as sharp as a trained model's
+    served = True
+    for dtype in (torch.float32, torch.bfloat16):
+        model = model.to(dtype)
+        for name, sampling in SAMPLINGS.items():
+            if time.monotonic() - BEGIN > BUDGET_S:
+                print(f"\n{dtype} {name}: not run, the time is up")
+                continue
+            spoken_by = copy.copy(model)
+            if sampling is not None:
+                spoken_by.sampling = sampling
+            served = arms(spoken_by, f"{str(dtype).removeprefix('torch.')}, {name}, {TOKENS} tokens") and served
+    return served
+
+
 def main() -> None:
     """Measure and print."""
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {DEVICE}")
-    served = True
     with pytest.MonkeyPatch.context() as patch:
-        cosyvoice_lm.whole_masks(patch)
-        sizes = {} if TINY else SIZES
-        count = cosyvoice_lm.SPEECH_TOKENS if TINY else SPEECH_TOKENS
-        model = cosyvoice_lm.language_model(count, spread=0.2 if TINY else 0.02, device=DEVICE, **sizes)
-        with torch.no_grad():
-            model.llm_decoder.weight.mul_(1 if TINY else 4)  # about as sharp as a trained model's
-        for dtype in (torch.float32, torch.bfloat16):
-            model = model.to(dtype)
-            for name, sampling in SAMPLINGS.items():
-                if time.monotonic() - BEGIN > BUDGET_S:
-                    print(f"\n{dtype} {name}: not run, the time is up")
-                    continue
-                spoken_by = copy.copy(model)
-                if sampling is not None:
-                    spoken_by.sampling = sampling
-                served = arms(spoken_by, f"{str(dtype).removeprefix('torch.')}, {name}, {TOKENS} tokens") and served
-        del model
+        served = "--t3" in sys.argv[1:] or language_models(patch)
         served = t3(patch) and served
     print(f"\n{time.monotonic() - BEGIN:.0f} s")
     sys.exit(not served)

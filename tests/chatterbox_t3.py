@@ -1,19 +1,14 @@
-"""The real T3 of Chatterbox (``chatterbox-tts``) over transformers' Llama, small and random.
+"""The real T3 of Chatterbox (``chatterbox-tts``) over transformers' Llama, small and random."""
 
-The distribution is installed without what it depends on. Its ``__init__`` files, which import the whole stack, and
-einops, of which T3 calls nothing without a perceiver, are stood in for.
-"""
-
-import importlib
 import importlib.util
 import sys
-from types import ModuleType
 
 import hift_classes
 import pytest
 import torch
 
-MODULE = "chatterbox.models.t3.t3"
+from voxfuse.e2e.stacks._chatterbox_t3 import load_t3, synthetic
+
 SMALL = {
     "vocab_size": 8,
     "hidden_size": 32,
@@ -25,31 +20,14 @@ SMALL = {
     "max_position_embeddings": 1024,
 }
 
-RELEASED = {  # Llama_520M
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "head_dim": 64,
-    "max_position_embeddings": 131_072,
-}
-
 
 def importable():
     """The module of T3, or None where the distribution or transformers is absent."""
     if any(importlib.util.find_spec(name) is None for name in ("chatterbox", "transformers")):
         return None
-    import transformers
-
-    assert transformers.LlamaModel and transformers.GPT2Model  # before a stand-in that they would look at
-    hift_classes.importable("chatterbox")
-    with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("einops") is None:
-            einops = ModuleType("einops")
-            einops.rearrange = None
-            patch.setitem(sys.modules, "einops", einops)
-        return importlib.import_module(MODULE)
+    module = load_t3()
+    hift_classes.importable("chatterbox")  # the stack is loaded as a whole
+    return module
 
 
 def upstream():
@@ -66,18 +44,14 @@ def text_to_speech_tokens(monkeypatch, multilingual=False, spread=0.2, **changes
     ``spread``: of the noise that is added to upstream's initial weights.
     """
     module = upstream()
-    configs = sys.modules["chatterbox.models.t3.llama_configs"].LLAMA_CONFIGS
-    monkeypatch.setitem(configs, "small", configs["Llama_520M"] | SMALL | changes)
     analyser = sys.modules["chatterbox.models.t3.inference.alignment_stream_analyzer"]
     monkeypatch.setattr(analyser, "LLAMA_ALIGNED_HEADS", [(1, 2), (2, 0)])
-    settings = module.T3Config.multilingual() if multilingual else module.T3Config.english_only()
-    settings.llama_config_name, settings.use_perceiver_resampler, settings.speaker_embed_size = "small", False, 16
+    model = synthetic(module, SMALL | changes, multilingual).eval()
     torch.manual_seed(11)
-    model = module.T3(settings).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(spread * torch.randn_like(parameter))
-        model.speech_head.weight[settings.stop_speech_token].zero_()  # hardly an end before the length asked for
+        for name, parameter in model.named_parameters():
+            if name != "speech_head.weight":  # which draws no end
+                parameter.add_(spread * torch.randn_like(parameter))
     return model
 
 

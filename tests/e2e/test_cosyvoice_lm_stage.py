@@ -1,6 +1,7 @@
 """The driver's language model stage on CosyVoice2's real class: forced lengths, times, seeds, folders."""
 
 import json
+from contextlib import nullcontext
 
 import cosyvoice_lm
 import pytest
@@ -47,6 +48,30 @@ def test_patched_tokens_are_untouched_ones(stage):
         assert stage.speak(text, seed=3, count=200).tokens == expected
         calls = {receipt.fusion: receipt.calls for receipt in patches.receipts if receipt.calls}
     assert calls == {"decode_graph": 199 * 11}
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "reference"), pytest.param("cuda", "triton", marks=GPU)], ids=["cpu", "cuda"]
+)
+def test_requests_at_once_are_those_one_after_the_other(stage, device, backend):
+    model = stage.model.to(device)
+    model.sampling = cosyvoice_lm.greedy
+    with torch.no_grad():
+        for parameter in model.parameters():  # initial weights hardly look at the text
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    texts = [stage.encode(text) for text in ("One text.", "Another", "And a third one")]
+    expected = [stage.speak(text, seed=3, count=50).tokens for text in texts]
+    assert len({*map(tuple, expected)}) == 3
+    with voxfuse.apply_patches(model, include=["decode_graph"], backend=backend) as patches:
+        for _ in range(2 if device == "cuda" else 1):  # lanes for three at once, then all from graphs
+            with voxfuse.capturing() if device == "cuda" else nullcontext():
+                spoken = stage.speak_at_once(texts, seed=3, count=50)
+            assert [each.tokens for each in spoken] == expected
+        calls = sum(receipt.calls for receipt in patches.receipts if receipt.stack == "cosyvoice2")
+        assert calls == (2 if device == "cuda" else 1) * 3 * 49 * 11
 
 
 def test_a_folder_as_upstream_releases_it(stage, tmp_path):

@@ -9,6 +9,8 @@ from voxfuse.patches import registry
 from voxfuse.patches.guards import installed_version, replaced_by, resolve, source_sha256
 
 LANGUAGE_MODELS = {"cosyvoice2": cosyvoice_lm, "chatterbox": chatterbox_t3}
+if hift_classes.CHECKOUT:
+    LANGUAGE_MODELS["cosyvoice3"] = cosyvoice_lm
 
 
 @pytest.mark.parametrize("name", registry.STACKS)

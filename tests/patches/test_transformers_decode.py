@@ -10,7 +10,7 @@ from decoders import tiny
 from fake_arena import FakeArena
 
 import voxfuse
-from voxfuse.fusions import decode_cache
+from voxfuse.fusions import decode_cache, decode_step
 from voxfuse.patches import _decoding
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is absent")
@@ -183,6 +183,43 @@ def test_gradients_attentions_and_foreign_classes_run_upstream(monkeypatch):
     assert not calls and [*fallbacks.values()] == [1, 1, 1]
     gradient, attentions, foreign = fallbacks
     assert "gradient" in gradient and attentions == "output_attentions is on" and "already patched" in foreign
+
+
+@torch.no_grad()
+def test_a_cache_that_was_changed_and_cannot_be_taken_over_again():
+    model = tiny("Qwen2", layers=2, implementation="sdpa")
+    hooks = []
+
+    def change(past):
+        hooks.append(model.model.layers[0].mlp.register_forward_hook(lambda *_: None))
+        return cropped(past)
+
+    expected, _ = continued(model, change)
+    hooks.pop().remove()
+    with patched() as patches, voxfuse.capturing():
+        found, _ = continued(model, change)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        calls, fallbacks = counted(patches)
+    assert calls == 4 * 11 and list(fallbacks.values()) == [4] and "layers.0.mlp has a hook" in next(iter(fallbacks))
+
+
+def test_memory_that_lacks_for_a_longer_cache(monkeypatch):
+    model, ids = tiny("Qwen2", layers=2, implementation="sdpa"), prompt()
+    expected = generate(model, ids, max_new_tokens=270)
+    empty = decode_step.empty_cache
+
+    def lacking(decoder, rows, capacity):
+        if capacity > 256:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more")
+        return empty(decoder, rows, capacity)
+
+    monkeypatch.setattr(decode_step, "empty_cache", lacking)
+    with patched() as patches, voxfuse.capturing():
+        assert torch.equal(generate(model, ids, max_new_tokens=270), expected)
+        _, fallbacks = counted(patches)
+    longer, again = fallbacks
+    assert longer == "no memory for a longer cache: CUDA out of memory" and fallbacks[longer] == 1
+    assert again == "no memory for a static cache: CUDA out of memory" and fallbacks[again] == 269 - 251 - 1
 
 
 def test_new_weights_are_captured_again():

@@ -86,7 +86,7 @@ class CachedDecoding:
         try:
             hidden = held.session.step(embeddings)
         except torch.OutOfMemoryError as error:  # the cache would have grown; what it holds is whole
-            del self._held[past]
+            self._hold(past, None)
             return self._count(f"no memory for a longer cache: {str(error).partition('. ')[0]}")
         held.given = held.session.contents()
         _give(past, held.given)
@@ -117,8 +117,9 @@ class CachedDecoding:
             left = held.given[0].shape[2]
             held.session.close()
             held.given.clear()  # so that its lane is nobody's
+            self._hold(past, REORDERED if tokens == left else None)
             if tokens == left:
-                return self._give_up(past, REORDERED)
+                return REORDERED
         try:
             session = self.runner(decoder).begin(past, [tokens] * rows)
         except ValueError as error:
@@ -126,14 +127,16 @@ class CachedDecoding:
         if isinstance(session, str):
             return session
         held = _Held(decoder, session, tensors)
-        with self._lock:
-            self._held[past] = held
+        self._hold(past, held)
         return held
 
-    def _give_up(self, past: Any, reason: str) -> str:
+    def _hold(self, past: Any, held: _Held | str | None) -> None:
+        """Remember what serves a cache, or why nothing does, or nothing."""
         with self._lock:
-            self._held[past] = reason
-        return reason
+            if held is None:
+                self._held.pop(past, None)
+            else:
+                self._held[past] = held
 
 
 def _is(one: torch.Tensor, other: torch.Tensor) -> bool:

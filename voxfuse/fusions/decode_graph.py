@@ -27,7 +27,7 @@ from voxfuse.records import Fusion, FusionPattern
 
 DECODE_GRAPH = Fusion(
     name="decode_graph",
-    stacks=("cosyvoice2", "chatterbox", "transformers"),
+    stacks=("cosyvoice2", "cosyvoice3", "chatterbox", "transformers"),
     operations=("decoder layers", "KV cache update", "attention over the cache"),
     contract="same-precision",
     envelope="fp32, fp16 or bf16 on a CUDA GPU, inference, Qwen2, Qwen3, Llama as upstream builds them, 1 to 64 rows",

@@ -19,7 +19,7 @@ from voxfuse.records import Fusion, FusionPattern
 
 RAS_SAMPLING = Fusion(
     name="ras_sampling",
-    stacks=("cosyvoice2",),
+    stacks=("cosyvoice2", "cosyvoice3"),
     operations=("softmax", "sort", "multinomial"),
     contract="same-precision",
     envelope="scores of up to 16384 tokens on a CUDA GPU, upstream's ras_sampling with its own settings",

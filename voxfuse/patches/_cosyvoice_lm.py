@@ -27,6 +27,7 @@ from voxfuse.fusions.decode_graph import DECODE_GRAPH
 from voxfuse.fusions.speech_sampler import RAS_SAMPLING, RasSampler
 from voxfuse.kernels._op import TALLIES, Run
 from voxfuse.patches import _decoding
+from voxfuse.patches._cosyvoice_import import use_checkout
 from voxfuse.patches.layers import untouched
 from voxfuse.patches.spec import Patch
 
@@ -118,10 +119,12 @@ def _settings(sampling: Any) -> dict[str, Any] | str:
 
 
 def load_language_model() -> ModuleType:
-    """Import ``cosyvoice.llm.llm`` without what upstream's import does beside: it lets the root logger log everything.
+    """Import ``cosyvoice.llm.llm``, of the checkout where COSYVOICE_HOME names one.
 
-    torchaudio, which it imports and never calls, need not be there. Raises ImportError where anything else is missing.
+    What upstream's import does beside is undone: it lets the root logger log everything. torchaudio, which it imports
+    and never calls, need not be there. Raises ImportError where anything else is missing.
     """
+    use_checkout()
     from transformers import Qwen2ForCausalLM  # before a stand-in, at which transformers would look
 
     assert Qwen2ForCausalLM is not None

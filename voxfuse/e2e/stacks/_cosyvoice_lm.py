@@ -10,12 +10,14 @@ import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from voxfuse.e2e.stack import WeightsMissing
+from voxfuse.e2e.stacks._speech_tokens import SpeechTokens
 from voxfuse.e2e.weights.cache import WeightsCorrupt
 from voxfuse.patches import _decoding
 from voxfuse.patches._cosyvoice_lm import COMMON, load_language_model
@@ -23,7 +25,6 @@ from voxfuse.profiles.capture import Stage
 
 STAGE = Stage("lm", "AR")
 SPEECH_TOKENS = 6561
-CHUNK = 25  # speech tokens of a second, and of upstream's first chunk
 SAMPLING = {"top_p": 0.8, "top_k": 25, "win_size": 10, "tau_r": 0.1}  # cosyvoice2.yaml
 SIZES: dict[str, Any] = {  # of CosyVoice-BlankEN, a Qwen2-0.5B
     "vocab_size": 151_936,
@@ -36,23 +37,6 @@ SIZES: dict[str, Any] = {  # of CosyVoice-BlankEN, a Qwen2-0.5B
     "tie_word_embeddings": True,
 }
 NO_STOP = -20.0  # the bias of end and fill tokens that keeps random weights from drawing them
-
-
-class SpeechTokens(NamedTuple):
-    """Speech tokens, and the seconds from the request to each of them."""
-
-    tokens: list[int]
-    after_s: list[float]
-
-    @property
-    def first_chunk_s(self) -> float:
-        """Seconds to the first 25 tokens, or to all of fewer: when the vocoder can begin."""
-        return self.after_s[min(CHUNK, len(self.after_s)) - 1]
-
-    @property
-    def stages(self) -> dict[str, float]:
-        """Seconds of the prefill with the first token, and of the others."""
-        return {"lm prefill": self.after_s[0], "lm decode": self.after_s[-1] - self.after_s[0]}
 
 
 class CosyVoiceLM:
@@ -131,14 +115,29 @@ class CosyVoiceLM:
     def speak(self, text: Sequence[int], seed: int, **options: Any) -> SpeechTokens:
         """All of ``stream``, timed; upstream's loop waits for the device at every token, so nothing is synchronised
         beside. Global random state is left as it was."""
+        (spoken,) = self.speak_at_once([text], seed, **options)
+        return spoken
+
+    def speak_at_once(self, texts: Sequence[Sequence[int]], seed: int, **options: Any) -> list[SpeechTokens]:
+        """Several requests at once, each in a thread of its own as upstream serves them.
+
+        They share the random stream: more than one repeat themselves under greedy sampling only.
+        """
         device = self._model.llm_decoder.weight.device
-        spoken = SpeechTokens([], [])
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            begin = time.perf_counter()
+        begin = time.perf_counter()
+
+        def serve(text: Sequence[int]) -> SpeechTokens:
+            spoken = SpeechTokens([], [])
             for token in self.stream(text, seed, **options):
                 spoken.tokens.append(token)
                 spoken.after_s.append(time.perf_counter() - begin)
-        return spoken
+            return spoken
+
+        with (
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            ThreadPoolExecutor(max_workers=len(texts)) as threads,
+        ):
+            return list(threads.map(serve, texts))
 
 
 def synthetic(module: Any, sizes: dict[str, Any], speech_tokens: int, sampling: Any, device: str = "cpu") -> Any:
