@@ -236,3 +236,14 @@ def test_parts_that_are_not_upstreams_are_refused_by_name(istftnet, decoder):
     hook.remove()
     decoder.decode[2].actv = torch.nn.SiLU()
     assert decoder_graph.foreign_part(decoder) == "decode.2: the activation is SiLU, expected LeakyReLU"
+
+
+@torch.no_grad()
+def test_a_part_that_becomes_foreign_after_the_capture_runs_upstreams_code(decoder, anywhere):
+    graphs = anywhere(capture="first_use")
+    inputs = torch.randn(1, 512, 5), torch.rand(1, 10) * 200, torch.randn(1, 10), torch.randn(1, STYLE)
+    assert isinstance(graphs.decoder(decoder, *inputs), torch.Tensor)
+    plain, decoder.encode.actv = decoder.encode.actv, torch.nn.SiLU()
+    assert graphs.decoder(decoder, *inputs) == "encode: the activation is SiLU, expected LeakyReLU"
+    decoder.encode.actv = plain
+    assert isinstance(graphs.decoder(decoder, *inputs), torch.Tensor)

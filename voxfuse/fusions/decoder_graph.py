@@ -137,6 +137,7 @@ class Runners:
                     receipt=self._run.receipt,
                     capture=self._capture,
                     arena=self._arena,
+                    foreign=foreign_part,
                 )
                 self._held[module] = held
             return held

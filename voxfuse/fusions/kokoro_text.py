@@ -226,14 +226,20 @@ class TextRunners:
                 longest = min(512, model.context_length // 32 * 32)  # no bucket beyond bert's positions
                 buckets = Buckets(longest=longest)
                 held = (
-                    self._runner(model, token_stage, token_axes(model), buckets),
-                    self._runner(model.predictor, frame_stage, frame_axes(model), FRAME_BUCKETS),
+                    self._runner(model, token_stage, token_axes(model), buckets, foreign_part),
+                    # What is foreign in the predictor is so in the model, whose stage comes first.
+                    self._runner(model.predictor, frame_stage, frame_axes(model), FRAME_BUCKETS, None),
                 )
                 self._held[model] = held
             return held
 
     def _runner(
-        self, owner: nn.Module, stage: Callable[..., torch.Tensor], axes: tuple[Axes, ...], buckets: Buckets
+        self,
+        owner: nn.Module,
+        stage: Callable[..., torch.Tensor],
+        axes: tuple[Axes, ...],
+        buckets: Buckets,
+        foreign: Callable[[Any], str | None] | None,
     ) -> GraphRunner:
         *inputs, output = axes
         without = [name for name, _ in owner.named_children() if name == "decoder"]  # the stages do not read it
@@ -248,6 +254,7 @@ class TextRunners:
             capture=self._capture,
             arena=self._arena,
             weights=functools.partial(lstm.WeightsThatMove, without=without),
+            foreign=foreign,
         )
 
 
