@@ -245,6 +245,10 @@ def test_parts_that_are_not_upstreams_are_refused_by_name(tmp_path):
     model.text_encoder.forward = model.text_encoder.forward
     assert foreign_part(model) == "text_encoder.forward was replaced on the instance"
     del model.text_encoder.forward
+    plain = type(model.predictor.N[0])
+    model.predictor.N[0].__class__ = type("Louder", (plain,), {"__module__": "elsewhere"})
+    assert foreign_part(model) == "predictor.N.0 is elsewhere.Louder, whose code a graph would not run"
+    model.predictor.N[0].__class__ = plain
     model.predictor.N[1].actv = torch.nn.SiLU()
     assert foreign_part(model) == "predictor.N.1: the activation is SiLU, expected LeakyReLU"
     model.predictor.N[1].actv = torch.nn.LeakyReLU(0.2)

@@ -33,7 +33,7 @@ from voxfuse.fusions.adain_conv_block import adain_leaky_relu_block
 from voxfuse.fusions.adain_resblock import padded_styles
 from voxfuse.fusions.buckets import Axes, Buckets, Length
 from voxfuse.fusions.decoder_graph import BUCKETS as FRAME_BUCKETS
-from voxfuse.fusions.decoder_graph import fault
+from voxfuse.fusions.decoder_graph import fault, replaced
 from voxfuse.fusions.folded import convolve, output_lengths
 from voxfuse.fusions.graph_runner import CapturePolicy, GraphRunner
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
@@ -295,7 +295,7 @@ def foreign_part(model: Any) -> str | None:
     for index, block in enumerate(model.predictor.text_encoder.lstms):
         if type(block) is not nn.LSTM and type(block).__name__ != "AdaLayerNorm":
             return f"predictor.text_encoder.lstms.{index} is {type(block).__name__}, expected LSTM or AdaLayerNorm"
-    return next((f"{name}{reason}" for name, part in _parts(model) if (reason := _foreign(part)) is not None), None)
+    return next((f"{name}{reason}" for name, part in _parts(model) if (reason := _foreign(name, part))), None)
 
 
 def _parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -303,10 +303,12 @@ def _parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
         yield from getattr(model, child).named_modules(prefix=child)
 
 
-def _foreign(part: Any) -> str | None:
+def _foreign(name: str, part: Any) -> str | None:
     if part._forward_hooks or set(map(type, part._forward_pre_hooks.values())) - {WeightNorm}:
         return " has a forward hook, which a graph would not run"
     if "forward" in vars(part):
         return ".forward was replaced on the instance"
     reason = lstm.unsupported(part) if isinstance(part, nn.LSTM) else fault(part)
-    return None if reason is None else f": {reason}"
+    if reason is not None:
+        return f": {reason}"
+    return None if name.startswith("bert.") else replaced(part)  # bert's parts are called as they are
