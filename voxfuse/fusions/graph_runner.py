@@ -57,21 +57,20 @@ def capturing() -> Iterator[None]:
     Decoding is captured in other threads too: stacks decode in threads that they start themselves.
     """
     global _inside
-    outer = capture_asked()
-    _asked.inside = True
+    _asked.depth = getattr(_asked, "depth", 0) + 1  # counted: coroutines of one thread need not leave in order
     with _inside_lock:
         _inside += 1
     try:
         yield
     finally:
-        _asked.inside = outer
+        _asked.depth -= 1
         with _inside_lock:
             _inside -= 1
 
 
 def capture_asked(anywhere: bool = False) -> bool:
     """Whether this thread, or any thread, is inside ``capturing``."""
-    return _inside > 0 if anywhere else getattr(_asked, "inside", False)
+    return _inside > 0 if anywhere else getattr(_asked, "depth", 0) > 0
 
 
 def runners(module: nn.Module) -> list[GraphRunner]:
