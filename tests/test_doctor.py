@@ -78,6 +78,23 @@ def test_a_gpu_that_can_run_kernels(gpu: None, monkeypatch: pytest.MonkeyPatch) 
     assert doctor.examine().problems == []
 
 
+def test_graphs_that_are_on_need_a_warm_up(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.switches, "toolchain_missing", lambda: None)
+    on = {receipt.fusion for receipt in doctor.examine().receipts if doctor.is_on(receipt)}
+    if "text_graph" not in on:
+        pytest.skip("kokoro is absent")
+    assert "text_graph" in found("graphs").value and "voxfuse.capturing()" in found("graphs").advice
+    monkeypatch.setenv("VOXFUSE_CAPTURE", "first_use")
+    assert not any(finding.subject == "graphs" for finding in doctor.examine().findings)
+
+
+def test_a_fusion_of_two_targets_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    diagnosis = doctor.examine()
+    doctor.show(diagnosis)
+    shown = [line for line in capsys.readouterr().out.splitlines() if "kokoro" in line and "decoder_graph" in line]
+    assert len(shown) == 1
+
+
 def test_no_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)

@@ -54,11 +54,16 @@ def test_why(book: Path) -> None:
     assert [ground[3] for ground in found["grounds"]] == ["loss"]  # the newest of the case
     shipped = run("why", "adain_snake", "--gpu", "9.0")
     assert "9.0: on" in shipped.stdout and "gate passed (full" in shipped.stdout
+    assert "voxfuse.capturing()" not in shipped.stdout
+    assert "warm up inside voxfuse.capturing()" in words(run("why", "text_graph", "--gpu", "H200"))
 
 
 def test_why_on_this_machine(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "compute_capability", lambda: None)
     assert "a CPU: off" in run("why", "adain_snake", "--folder", book).stdout
+    accepted_elsewhere = words(run("why", "text_graph"))
+    assert "a CPU: off no GPU here" in accepted_elsewhere and "accepted on 9.0" in accepted_elsewhere
+    assert "this GPU" not in accepted_elsewhere
     monkeypatch.setattr(command, "compute_capability", lambda: "8.9")
     assert "no record of adain_snake on kokoro for compute capability 8.9" in words(
         run("why", "adain_snake", "--folder", book)

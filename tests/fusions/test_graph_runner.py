@@ -12,7 +12,7 @@ from fake_arena import FakeArena
 
 from voxfuse.fusions._graph_arena import CaptureError
 from voxfuse.fusions.buckets import Buckets, Length
-from voxfuse.fusions.graph_runner import WEIGHTS_REPLACED, GraphRunner, capturing, runners
+from voxfuse.fusions.graph_runner import WEIGHTS_REPLACED, GraphRunner, capture_asked, capturing, runners
 from voxfuse.kernels._op import TALLIES, Run
 from voxfuse.kernels.mean_act import mean_act
 
@@ -122,6 +122,16 @@ def test_capturing_is_for_this_thread_only(make):
         thread.start()
         thread.join()
     assert runner.statistics.captures == 0 and sum(runner.statistics.misses.values()) == 1
+
+
+def test_coroutines_of_a_thread_may_leave_capturing_in_any_order():
+    first, second = capturing(), capturing()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert capture_asked()
+    second.__exit__(None, None, None)
+    assert not capture_asked() and not capture_asked(anywhere=True)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from voxfuse.fusions.graph_runner import capturing, runners
 from voxfuse.fusions.kokoro_decoder import decode, draw_source, generate, samples_per_frame
 from voxfuse.fusions.spectral import magnitude_and_phase
 from voxfuse.kernels._op import TALLIES, Run
+from voxfuse.patches import apply_patches
 from voxfuse.patches._kokoro_import import load_kokoro
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("kokoro") is None, reason="the kokoro package is absent")
@@ -234,5 +235,27 @@ def test_parts_that_are_not_upstreams_are_refused_by_name(istftnet, decoder):
     hook = decoder.generator.ups[1].register_forward_hook(lambda *_: None)
     assert decoder_graph.foreign_part(decoder) == "generator.ups.1 has a forward hook, which a graph would not run"
     hook.remove()
+    plain = decoder.encode.__class__
+    decoder.encode.__class__ = type("Louder", (plain,), {"__module__": "elsewhere"})
+    assert decoder_graph.foreign_part(decoder) == "encode is elsewhere.Louder, whose code a graph would not run"
+    decoder.encode.__class__ = plain
+    decoder.encode.forward = lambda x, s: x
+    assert decoder_graph.foreign_part(decoder) == "encode.forward was replaced on the instance"
+    del decoder.encode.forward
+    decoder.generator.m_source.forward = decoder.generator.m_source.forward
+    with apply_patches(decoder, policy="all", backend="reference") as patched:
+        assert any(receipt.status == "applied" for receipt in patched.receipts)
+        assert decoder_graph.foreign_part(decoder) is None, "voxfuse's own patches of an instance, and the source"
     decoder.decode[2].actv = torch.nn.SiLU()
     assert decoder_graph.foreign_part(decoder) == "decode.2: the activation is SiLU, expected LeakyReLU"
+
+
+@torch.no_grad()
+def test_a_part_that_becomes_foreign_after_the_capture_runs_upstreams_code(decoder, anywhere):
+    graphs = anywhere(capture="first_use")
+    inputs = torch.randn(1, 512, 5), torch.rand(1, 10) * 200, torch.randn(1, 10), torch.randn(1, STYLE)
+    assert isinstance(graphs.decoder(decoder, *inputs), torch.Tensor)
+    plain, decoder.encode.actv = decoder.encode.actv, torch.nn.SiLU()
+    assert graphs.decoder(decoder, *inputs) == "encode: the activation is SiLU, expected LeakyReLU"
+    decoder.encode.actv = plain
+    assert isinstance(graphs.decoder(decoder, *inputs), torch.Tensor)

@@ -245,8 +245,27 @@ def test_parts_that_are_not_upstreams_are_refused_by_name(tmp_path):
     model.text_encoder.forward = model.text_encoder.forward
     assert foreign_part(model) == "text_encoder.forward was replaced on the instance"
     del model.text_encoder.forward
+    plain = type(model.predictor.N[0])
+    model.predictor.N[0].__class__ = type("Louder", (plain,), {"__module__": "elsewhere"})
+    assert foreign_part(model) == "predictor.N.0 is elsewhere.Louder, whose code a graph would not run"
+    model.predictor.N[0].__class__ = plain
     model.predictor.N[1].actv = torch.nn.SiLU()
     assert foreign_part(model) == "predictor.N.1: the activation is SiLU, expected LeakyReLU"
     model.predictor.N[1].actv = torch.nn.LeakyReLU(0.2)
     model.predictor.shared = torch.nn.GRU(640, 256, batch_first=True, bidirectional=True)
     assert foreign_part(model) == "predictor.shared is torch.nn.modules.rnn.GRU, expected torch.nn.modules.rnn.LSTM"
+
+
+@torch.no_grad()
+def test_a_part_that_becomes_foreign_after_the_capture_runs_upstreams_code(tmp_path, anywhere, request):
+    model, (ids, ref_s) = random_kmodel(tmp_path), utterance(9)
+    graphs, plain = anywhere(capture="first_use"), model.predictor.lstm
+    expected = seeded(model.forward_with_tokens, ids, ref_s)
+    assert_spoken_as(seeded(graphs.speak, model, ids, ref_s), expected)
+    sizes = plain.input_size, plain.hidden_size
+    model.predictor.lstm = torch.nn.LSTM(*sizes, num_layers=2, batch_first=True, bidirectional=True)
+    reason = graphs.speak(model, ids, ref_s)
+    assert isinstance(reason, str) and "predictor.lstm: expected one bidirectional layer" in reason
+    assert TALLIES.of(request.node.nodeid).fallbacks[reason] == 1
+    model.predictor.lstm = plain
+    assert_spoken_as(seeded(graphs.speak, model, ids, ref_s), expected)

@@ -246,6 +246,17 @@ def test_new_weights_are_captured_again_and_the_f0_predictor_may_change(hift, gr
     assert (runner.statistics.captures, runner.statistics.recaptures) == (2, 1)
 
 
+@torch.no_grad()
+def test_a_part_that_becomes_foreign_after_the_capture_runs_upstreams_code(hift, graphs):
+    mel, source = mel_of(1, 4), torch.randn(1, 1, 4 * samples_per_frame(hift))
+    with capturing():
+        hift.decode(mel, source)
+        hift.conv_pre.register_forward_hook(lambda *_: None)
+        hift.conv_pre.parametrizations.weight.original0.mul_(2)
+        assert torch.equal(hift.decode(mel, source), _original(hift)(mel, source))
+    assert dict(graphs.fallbacks) == {"conv_pre has a forward hook, which a graph would not run": 1}
+
+
 def test_mixed_lengths_through_a_graph(hift, stack):
     FakeArena.made = []
     graphs = hift_graph.Runners(Run("reference", "mixed hift"), "first_use", FakeArena)

@@ -234,3 +234,17 @@ def test_a_patched_block_compiles_into_one_graph(istftnet, fusion, calls):
             del compiled
             torch._dynamo.reset()
             gc.collect()  # a live compiled copy would make the revert warn
+
+
+def test_a_source_with_other_sines_runs_upstreams_code(istftnet):
+    class Silence(torch.nn.Module):
+        def forward(self, f0):
+            return f0.new_zeros(*f0.shape[:2], 9), torch.zeros_like(f0), torch.zeros_like(f0)
+
+    model = generator(istftnet)
+    model.m_source.l_sin_gen = Silence()
+    expected = speak(model)
+    with voxfuse.apply_patches(model, include=["sine_source"], backend="reference") as patches:
+        assert torch.equal(speak(model), expected)
+    (receipt,) = [receipt for receipt in patches.receipts if receipt.fusion == "sine_source"]
+    assert dict(receipt.fallbacks) == {"the sines come from Silence, expected upstream's SineGen": 1}

@@ -84,11 +84,19 @@ def explain(
     console = table_console()
     for item in found:
         place = f"compute capability {capability}" if capability else "a CPU"
-        state = "[green]on[/]" if item.acceptance.accepted else "[red]off[/]"
+        on = item.acceptance.accepted and capability is not None  # no default turns anything on without a GPU
+        state = "[green]on[/]" if on else "[red]off[/]"
         console.print(f"{name} on {item.stack} {item.stack_version}, {place}: {state}", highlight=False)
-        console.print(f"  {item.acceptance.reason}", markup=False, highlight=False)
+        lines = [item.acceptance.reason]
+        if capability is None:
+            lines.insert(0, "no GPU here, and nothing is on without one; for a GPU on file: --gpu NAME")
+        if known.graph and on:
+            lines.append("a length without a graph runs upstream's code: warm up inside voxfuse.capturing()")
         if item.to_settle:
-            console.print(f"  to settle it on this GPU: {item.to_settle}", markup=False, highlight=False)
+            where = "this GPU" if capability else "a GPU"
+            lines.append(f"to settle it on {where}: {item.to_settle}")
+        for line in lines:
+            console.print(f"  {line}", markup=False, highlight=False)
         if item.grounds:
             table = Table("judge", "case", "GPU", "outcome", "detail", "file")
             for ground in item.grounds:

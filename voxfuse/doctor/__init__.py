@@ -22,6 +22,7 @@ from voxfuse.doctor.findings import Finding, State
 from voxfuse.doctor.folders import caches, disk, pth_file
 from voxfuse.evidence import ledger
 from voxfuse.evidence.stale import stale
+from voxfuse.fusions.registry import FUSIONS
 from voxfuse.kernels._op import backend_unavailable
 from voxfuse.kernels._triton import TRITON_VERSION
 from voxfuse.patches import PatchError, registry, switches
@@ -83,6 +84,7 @@ def examine() -> Diagnosis:
         if not any(finding.subject == VARIABLES[0] and finding.state == "problem" for finding in findings):
             try:
                 receipts = tuple(voxfuse.apply_patches(dry_run=True).receipts)
+                findings += _graphs(receipts)
             except PatchError as error:  # VOXFUSE_STRICT=1: what it refuses is a finding here
                 advice = "unset VOXFUSE_STRICT to see every receipt"
                 findings.append(Finding(subject="strict", value=str(error), state="problem", advice=advice))
@@ -110,9 +112,12 @@ def show(diagnosis: Diagnosis) -> None:
         table.add_row(plain(finding.subject), plain(finding.value), state, plain(finding.advice))
     console.print(table)
     fusions = Table("stack", "fusion", "apply_patches()", "why", title="Fusions, as apply_patches() would leave them")
-    for receipt in diagnosis.receipts:
-        status = "[green]on" if is_on(receipt) else receipt.status
-        fusions.add_row(plain(receipt.stack), plain(receipt.fusion), status, plain(receipt.reason or ""))
+    rows = [
+        (receipt.stack, receipt.fusion, "[green]on" if is_on(receipt) else receipt.status, receipt.reason or "")
+        for receipt in diagnosis.receipts
+    ]
+    for stack, fusion, status, reason in dict.fromkeys(rows):  # a fusion of two targets, as a rule, once
+        fusions.add_row(plain(stack), plain(fusion), status, plain(reason))
     console.print(fusions)
 
 
@@ -196,6 +201,17 @@ def _variables() -> list[Finding]:
             advice = f"no such variable, ignored; known: {', '.join(VARIABLES)}"
             found.append(Finding(subject=name, value=os.environ[name], state="note", advice=advice))
     return found
+
+
+def _graphs(receipts: tuple[Receipt, ...]) -> list[Finding]:
+    """What the fusions that are on and replay graphs need before they gain anything."""
+    names = dict.fromkeys(receipt.fusion for receipt in receipts if is_on(receipt) and FUSIONS[receipt.fusion].graph)
+    if not names or switches.read().capture == "first_use":
+        return []
+    advice = (
+        "warm up inside voxfuse.capturing(), or set VOXFUSE_CAPTURE=first_use: lengths without a graph run as before"
+    )
+    return [Finding(subject="graphs", value=", ".join(names), state="note", advice=advice)]
 
 
 def _stale(entries: list[ledger.Entry]) -> list[Finding]:

@@ -36,6 +36,8 @@ DECODER_GRAPH = Fusion(
 )
 BUCKETS = Buckets(shortest=2)  # of one frame AdaIN has no variance: upstream refuses it
 MEMORY_CAP_BYTES = 4 * 2**30  # for each decoder
+OURS = ("kokoro.", "torch.nn.", "voxfuse.")  # modules whose code a graph stands for
+METHODS = {"forward", "_residual", "_shortcut", "transform", "inverse"}
 
 
 def decoder_axes(decoder: Any) -> tuple[Axes, ...]:
@@ -137,6 +139,7 @@ class Runners:
                     receipt=self._run.receipt,
                     capture=self._capture,
                     arena=self._arena,
+                    foreign=foreign_part,
                 )
                 self._held[module] = held
             return held
@@ -165,12 +168,28 @@ def unsupported(generator: Any, run: Run, *inputs: torch.Tensor) -> str | None:
 def foreign_part(module: nn.Module) -> str | None:
     """What in a decoder or generator is not as upstream builds it and so rules a graph out, or None."""
     parts: dict[str, Any] = dict(module.named_modules())
+    generator: Any = getattr(module, "generator", module)
+    called = {*generator.m_source.modules(), generator.f0_upsamp}  # as they are, for the source
     for name, part in parts.items():
+        if part is not module and part not in called and (reason := replaced(part)) is not None:
+            return f"{name}{reason}"
         pre_hooks = set(map(type, part._forward_pre_hooks.values())) - {WeightNorm}
         if part is not module and (part._forward_hooks or pre_hooks):
             return f"{name} has a forward hook, which a graph would not run"
     faults = ((name, fault(part)) for name, part in parts.items())
     return next((f"{name or type(module).__name__}: {found}" for name, found in faults if found is not None), None)
+
+
+def replaced(part: nn.Module) -> str | None:
+    """What of a module's code is neither upstream's nor voxfuse's, to be read behind its name, or None."""
+    kind = type(part)
+    if not kind.__module__.startswith(OURS):
+        return f" is {kind.__module__}.{kind.__qualname__}, whose code a graph would not run"
+    for method in vars(part).keys() & METHODS:
+        function = getattr(vars(part)[method], "__func__", vars(part)[method])
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith(OURS):
+            return f".{method} was replaced on the instance"
+    return None
 
 
 def fault(part: Any) -> str | None:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -57,21 +57,20 @@ def capturing() -> Iterator[None]:
     Decoding is captured in other threads too: stacks decode in threads that they start themselves.
     """
     global _inside
-    outer = capture_asked()
-    _asked.inside = True
+    _asked.depth = getattr(_asked, "depth", 0) + 1  # counted: coroutines of one thread need not leave in order
     with _inside_lock:
         _inside += 1
     try:
         yield
     finally:
-        _asked.inside = outer
+        _asked.depth -= 1
         with _inside_lock:
             _inside -= 1
 
 
 def capture_asked(anywhere: bool = False) -> bool:
     """Whether this thread, or any thread, is inside ``capturing``."""
-    return _inside > 0 if anywhere else getattr(_asked, "inside", False)
+    return _inside > 0 if anywhere else getattr(_asked, "depth", 0) > 0
 
 
 def runners(module: nn.Module) -> list[GraphRunner]:
@@ -87,8 +86,10 @@ class GraphRunner:
     tensor is valid; it may draw no random numbers and not wait for the device. ``inputs`` and ``output`` give the axes
     of each tensor behind the rows; the output is zero behind each row's length. ``capture``: "warmup" captures only in
     ``warm`` and ``capturing``, "first_use" wherever a bucket is missing; a bucket is captured again once the owner's
-    weights are replaced (what counts as such: ``weights``). ``owner`` is held weakly. Misses count on ``receipt``;
-    replays count what the fused operations counted at capture. Safe from several threads and streams.
+    weights are replaced (what counts as such: ``weights``). ``foreign`` is asked before every capture and says why the
+    owner, which may have other parts than at the last one, cannot be captured, or None. ``owner`` is held weakly.
+    Misses count on ``receipt``; replays count what the fused operations counted at capture. Safe from several threads
+    and streams.
     """
 
     def __init__(
@@ -104,12 +105,13 @@ class GraphRunner:
         capture: CapturePolicy = "warmup",
         arena: Callable[[torch.device], Arena] = CudaArena,
         weights: Callable[[nn.Module], Weights] = Weights,
+        foreign: Callable[[Any], str | None] | None = None,
     ) -> None:
         self._owner = weakref.ref(owner)
         self._call = call
         self.inputs, self._output = tuple(inputs), output
         self._buckets, self._cap, self._receipt, self._policy = buckets, memory_cap_bytes, receipt, capture
-        self._make_arena, self._watch = arena, weights
+        self._make_arena, self._watch, self._foreign = arena, weights, foreign
         self._shelves: dict[tuple[torch.device, int], Shelf] = {}
         self._wanted: set[Key] = set()  # captured once, and not evicted for memory since
         self._refused: dict[Key, str] = {}
@@ -232,6 +234,11 @@ class GraphRunner:
                 row.fill_(valid_units)  # an argument of the launch: no copy from the host to wait for
 
     def _capture(self, key: Key) -> Captured | str:
+        if self._foreign is not None:
+            with torch.no_grad():  # asked of its structure
+                reason = self._foreign(self.owner)
+            if reason is not None:
+                return reason  # asked again at the next call: it ends once the part is upstream's own again
         shelf = self._shelves.get(key.place) or Shelf(self._make_arena(key.device))
         try:
             captured = self._record(key, shelf)

@@ -67,10 +67,16 @@ def _none_foreign(_: nn.Module) -> None:
     return None
 
 
+def _ruled_out(
+    foreign: Callable[[nn.Module], str | None], fault: Callable[[nn.Module], str | None], hift: nn.Module
+) -> str | None:
+    return foreign(hift) or fault(hift)
+
+
 class Beside(ABC):
     """The graph runners of one fusion, one for each generator that it served, beside the module.
 
-    ``foreign`` says why a generator is not upstream's own as it was tested, or None; asked once a generator.
+    ``foreign`` says why a generator is not upstream's own as it was tested, or None; asked before every capture.
     """
 
     def __init__(
@@ -84,8 +90,9 @@ class Beside(ABC):
         self._held: WeakKeyDictionary[nn.Module, GraphRunner] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
+    @staticmethod
     @abstractmethod
-    def _fault(self, hift: nn.Module) -> str | None:
+    def _fault(hift: nn.Module) -> str | None:
         """What in a generator rules its graphs out, asked of its structure."""
 
     @abstractmethod
@@ -96,8 +103,9 @@ class Beside(ABC):
         with self._lock:
             held = self._held.get(hift)
             if held is None:
+                ruled_out = functools.partial(_ruled_out, self._foreign, self._fault)  # no reference back to here
                 with torch.no_grad():  # asked of its structure
-                    reason = self._foreign(hift) or self._fault(hift)
+                    reason = ruled_out(hift)
                 if reason is not None:
                     return reason
                 call, (*inputs, output), weights = self._graphs(hift)
@@ -112,6 +120,7 @@ class Beside(ABC):
                     capture=self._capture,
                     arena=self._arena,
                     weights=weights,
+                    foreign=ruled_out,
                 )
             return held
 
@@ -119,7 +128,8 @@ class Beside(ABC):
 class Runners(Beside):
     """The graphs of ``decode``."""
 
-    def _fault(self, hift: nn.Module) -> str | None:
+    @staticmethod
+    def _fault(hift: nn.Module) -> str | None:
         return foreign_part(hift)
 
     def _graphs(self, hift: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Axes, ...], Watch]:

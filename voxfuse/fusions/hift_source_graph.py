@@ -54,7 +54,8 @@ def _source(hift: Any, mel: torch.Tensor, *rest: Any, run: Run) -> torch.Tensor:
 class SourceRunners(Beside):
     """The graphs of f0 and source."""
 
-    def _fault(self, hift: nn.Module) -> str | None:
+    @staticmethod
+    def _fault(hift: nn.Module) -> str | None:
         return foreign_part(hift)
 
     def _graphs(self, hift: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Axes, ...], Watch]:

@@ -33,7 +33,7 @@ from voxfuse.fusions.adain_conv_block import adain_leaky_relu_block
 from voxfuse.fusions.adain_resblock import padded_styles
 from voxfuse.fusions.buckets import Axes, Buckets, Length
 from voxfuse.fusions.decoder_graph import BUCKETS as FRAME_BUCKETS
-from voxfuse.fusions.decoder_graph import fault
+from voxfuse.fusions.decoder_graph import fault, replaced
 from voxfuse.fusions.folded import convolve, output_lengths
 from voxfuse.fusions.graph_runner import CapturePolicy, GraphRunner
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
@@ -226,14 +226,20 @@ class TextRunners:
                 longest = min(512, model.context_length // 32 * 32)  # no bucket beyond bert's positions
                 buckets = Buckets(longest=longest)
                 held = (
-                    self._runner(model, token_stage, token_axes(model), buckets),
-                    self._runner(model.predictor, frame_stage, frame_axes(model), FRAME_BUCKETS),
+                    self._runner(model, token_stage, token_axes(model), buckets, foreign_part),
+                    # What is foreign in the predictor is so in the model, whose stage comes first.
+                    self._runner(model.predictor, frame_stage, frame_axes(model), FRAME_BUCKETS, None),
                 )
                 self._held[model] = held
             return held
 
     def _runner(
-        self, owner: nn.Module, stage: Callable[..., torch.Tensor], axes: tuple[Axes, ...], buckets: Buckets
+        self,
+        owner: nn.Module,
+        stage: Callable[..., torch.Tensor],
+        axes: tuple[Axes, ...],
+        buckets: Buckets,
+        foreign: Callable[[Any], str | None] | None,
     ) -> GraphRunner:
         *inputs, output = axes
         without = [name for name, _ in owner.named_children() if name == "decoder"]  # the stages do not read it
@@ -248,6 +254,7 @@ class TextRunners:
             capture=self._capture,
             arena=self._arena,
             weights=functools.partial(lstm.WeightsThatMove, without=without),
+            foreign=foreign,
         )
 
 
@@ -288,7 +295,7 @@ def foreign_part(model: Any) -> str | None:
     for index, block in enumerate(model.predictor.text_encoder.lstms):
         if type(block) is not nn.LSTM and type(block).__name__ != "AdaLayerNorm":
             return f"predictor.text_encoder.lstms.{index} is {type(block).__name__}, expected LSTM or AdaLayerNorm"
-    return next((f"{name}{reason}" for name, part in _parts(model) if (reason := _foreign(part)) is not None), None)
+    return next((f"{name}{reason}" for name, part in _parts(model) if (reason := _foreign(name, part))), None)
 
 
 def _parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -296,10 +303,12 @@ def _parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
         yield from getattr(model, child).named_modules(prefix=child)
 
 
-def _foreign(part: Any) -> str | None:
+def _foreign(name: str, part: Any) -> str | None:
     if part._forward_hooks or set(map(type, part._forward_pre_hooks.values())) - {WeightNorm}:
         return " has a forward hook, which a graph would not run"
     if "forward" in vars(part):
         return ".forward was replaced on the instance"
     reason = lstm.unsupported(part) if isinstance(part, nn.LSTM) else fault(part)
-    return None if reason is None else f": {reason}"
+    if reason is not None:
+        return f": {reason}"
+    return None if name.startswith("bert.") else replaced(part)  # bert's parts are called as they are

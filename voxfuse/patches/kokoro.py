@@ -146,9 +146,10 @@ def _inverse(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
 
 def _harmonic_source(original: Callable[..., Any], run: Run) -> Callable[..., Any]:
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        reason = source.unsupported(self, x)
         if type(self.l_sin_gen) is not sys.modules["kokoro.istftnet"].SineGen:
-            reason = f"the sines come from {type(self.l_sin_gen).__name__}, expected upstream's SineGen"
+            reason: str | None = f"the sines come from {type(self.l_sin_gen).__name__}, expected upstream's SineGen"
+        else:
+            reason = source.unsupported(self, x)
         if reason is not None:
             _count_fallback(run, reason)
             return original(self, x)
