@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -209,7 +210,8 @@ def test_a_graph_above_the_cap_is_refused_once_and_called_instead(make, tally, a
 
 @torch.no_grad()
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), CaptureError("a sync")])
-def test_a_failed_capture_falls_back_until_asked_again(make, tally, arenas, error):
+@pytest.mark.parametrize("again", ["warm", "capturing"])
+def test_a_failed_capture_falls_back_until_asked_again(make, tally, arenas, error, again):
     module = Upsampler()
     runner = make(module, capture="first_use")
     arenas.fail = error
@@ -219,9 +221,30 @@ def test_a_failed_capture_falls_back_until_asked_again(make, tally, arenas, erro
     runner(*case(8))
     (reason,) = tally.fallbacks
     assert tally.fallbacks[reason] == 2 and runner.statistics.captures == 0
-    runner.warm([(1, 8)], "cpu", torch.float32)
-    runner(*case(8))
+    if again == "warm":
+        runner.warm([(1, 8)], "cpu", torch.float32)
+        runner(*case(8))
+    else:
+        with capturing():
+            runner(*case(8))
     assert (runner.statistics.captures, runner.statistics.replays) == (1, 1)
+
+
+@torch.no_grad()
+def test_a_warm_up_tries_a_failing_capture_once(make, tally, arenas):
+    module = Upsampler()
+    runner = make(module)
+    arenas.fail = torch.OutOfMemoryError("CUDA out of memory")
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="CUDA out of memory") as warned, capturing():
+            runner(*case(8))
+            with capturing():
+                runner(*case(8))
+        assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner(*case(8))
+    assert tally.fallbacks.total() == 5
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ WEIGHTS_REPLACED = "weights were replaced: captured again"
 _asked = threading.local()
 _inside = 0  # threads that are inside ``capturing``
 _inside_lock = threading.Lock()
+_blocks = itertools.count(1)  # every outermost ``capturing`` of a thread
 _runners: weakref.WeakSet[GraphRunner] = weakref.WeakSet()
 
 
@@ -54,9 +55,12 @@ class Statistics:
 def capturing() -> Iterator[None]:
     """Let calls of this thread capture inside: warm up by speaking once at each length that will be served.
 
-    Decoding is captured in other threads too: stacks decode in threads that they start themselves.
+    What could not be captured before is tried again, once. Decoding is captured in other threads too: stacks decode in
+    threads that they start themselves.
     """
     global _inside
+    if not capture_asked():
+        _asked.block = next(_blocks)
     _asked.depth = getattr(_asked, "depth", 0) + 1  # counted: coroutines of one thread need not leave in order
     with _inside_lock:
         _inside += 1
@@ -71,6 +75,11 @@ def capturing() -> Iterator[None]:
 def capture_asked(anywhere: bool = False) -> bool:
     """Whether this thread, or any thread, is inside ``capturing``."""
     return _inside > 0 if anywhere else getattr(_asked, "depth", 0) > 0
+
+
+def _block() -> int:
+    """The number of the ``capturing`` that this thread is inside of, or 0."""
+    return _asked.block if capture_asked() else 0
 
 
 def runners(module: nn.Module) -> list[GraphRunner]:
@@ -114,7 +123,7 @@ class GraphRunner:
         self._make_arena, self._watch, self._foreign = arena, weights, foreign
         self._shelves: dict[tuple[torch.device, int], Shelf] = {}
         self._wanted: set[Key] = set()  # captured once, and not evicted for memory since
-        self._refused: dict[Key, str] = {}
+        self._refused: dict[Key, tuple[str, int]] = {}  # why, and in which ``capturing``
         self._weights: Weights | None = None
         self._clock = itertools.count(1)
         self._lock = threading.RLock()  # never taken while an arena's lock is held
@@ -158,7 +167,9 @@ class GraphRunner:
                 shelf.used = next(self._clock)
                 return shelf.held[key]
             if key in self._refused:
-                return self._refused[key]
+                refused, block = self._refused[key]
+                if _block() in (0, block):
+                    return refused
             if key in self._wanted or self._policy == "first_use" or capture_asked():
                 return self._capture(key)
         return f"no graph of {rows} rows × {key.bucket}: warm up inside voxfuse.capturing()"
@@ -286,7 +297,7 @@ class GraphRunner:
         return Captured(shelf, graph, inputs, lengths, output, counts.copy())
 
     def _refuse(self, key: Key, reason: str) -> str:
-        self._refused[key] = reason
+        self._refused[key] = reason, _block()
         warnings.warn(f"{reason}; this bucket runs uncaptured", RuntimeWarning, stacklevel=4)
         return reason
 
