@@ -146,7 +146,7 @@ def test_the_patched_arm_warms_up_with_every_text_where_graphs_may_be_captured(c
     speak = case.stack.synthesize
 
     def synthesize(text, seed):
-        heard.append((text.id, "forward" in vars(case.stack.model), getattr(graph_runner._asked, "inside", False)))
+        heard.append((text.id, "forward" in vars(case.stack.model), graph_runner.capture_asked()))
         return speak(text, seed)
 
     case.stack.synthesize = synthesize

@@ -107,7 +107,7 @@ def test_graphs_are_captured_while_warming_up_and_not_in_the_trace(stack, tmp_pa
     asked, speak = [], stack.synthesize
 
     def synthesize(text, seed):
-        asked.append(getattr(graph_runner._asked, "inside", False))
+        asked.append(graph_runner.capture_asked())
         return speak(text, seed)
 
     monkeypatch.setattr(stack, "synthesize", synthesize)
