@@ -16,13 +16,12 @@ Source: SineGen2.forward (causal) and SourceModuleHnNSF.forward in cosyvoice/hif
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from voxfuse.kernels._launch import launch
 from voxfuse.kernels._math import hyperbolic_tangent
 from voxfuse.kernels._op import fused_op
 from voxfuse.kernels._triton import tl, triton
-from voxfuse.kernels.sine_source import MAX_HARMONICS, MAX_ROW_ELEMENTS
+from voxfuse.kernels.sine_source import MAX_HARMONICS, MAX_ROW_ELEMENTS, merged, zero_tail
 
 BLOCK_SAMPLES = 512
 OPTIONS = (("num_warps", 4),)
@@ -108,12 +107,8 @@ def reference(
     samples = sines.shape[1] * scale
     waves = sines.repeat_interleave(scale, 1) * amplitude
     at_samples = f0 if f0.shape[1] == samples else f0.repeat_interleave(scale, 1)
-    voiced = (at_samples > threshold).to(sines.dtype).unsqueeze(-1)
-    noise_gain = voiced * noise_std + (1 - voiced) * amplitude / 3
-    y = torch.tanh(F.linear(waves * voiced + noise_gain * noise, weight, bias)).squeeze(-1)
-    if lengths is None:
-        return y
-    return torch.where(torch.arange(samples, device=y.device) < lengths[:, None] * scale, y, 0.0)
+    y = merged(waves, at_samples.unsqueeze(-1), noise, weight, bias, amplitude, noise_std, threshold)
+    return zero_tail(y, lengths, scale)
 
 
 def _fake(

@@ -195,9 +195,30 @@ def reference(
     phase = torch.cumsum(radians, dim=1) * 2 * torch.pi
     phase = F.interpolate(phase.transpose(1, 2) * scale, scale_factor=float(scale), mode="linear").transpose(1, 2)
     sines = torch.sin(phase) * amplitude
+    return merged(sines, f0, noise, weight, bias, amplitude, noise_std, threshold)
+
+
+def merged(
+    sines: torch.Tensor,
+    f0: torch.Tensor,
+    noise: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    amplitude: float,
+    noise_std: float,
+    threshold: float,
+) -> torch.Tensor:
+    """Upstream's chain behind the sines [rows, samples, harmonics], for f0 [rows, samples, 1], to the source."""
     voiced = (f0 > threshold).to(f0.dtype)
     noise_gain = voiced * noise_std + (1 - voiced) * amplitude / 3
     return torch.tanh(F.linear(sines * voiced + noise_gain * noise, weight, bias)).squeeze(-1)
+
+
+def zero_tail(y: torch.Tensor, lengths: torch.Tensor | None, scale: int) -> torch.Tensor:
+    """y [rows, samples], zero behind ``lengths`` frames of ``scale`` samples."""
+    if lengths is None:
+        return y
+    return torch.where(torch.arange(y.shape[1], device=y.device) < lengths[:, None] * scale, y, 0.0)
 
 
 def fake(

@@ -13,10 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from voxfuse.kernels._op import fused_op
-from voxfuse.kernels.sine_source import fake, launch_source
+from voxfuse.kernels.sine_source import fake, launch_source, merged, zero_tail
 from voxfuse.kernels.sine_source import unsupported as interpolated_unsupported
 
 
@@ -48,13 +47,8 @@ def reference(
     f0 = f0.repeat_interleave(scale, 1).unsqueeze(-1)  # [rows, samples, 1]
     turns = torch.cat([f0 * k / sampling_rate for k in range(1, noise.shape[2] + 1)], dim=2)
     theta = 2 * torch.pi * (torch.cumsum(turns, dim=1) % 1)
-    voiced = (f0 > threshold).to(f0.dtype)
-    sines = amplitude * torch.sin(theta + 2 * torch.pi * initial.unsqueeze(1)) * voiced
-    noise_gain = voiced * noise_std + (1 - voiced) * amplitude / 3
-    y = torch.tanh(F.linear(sines + noise_gain * noise, weight, bias)).squeeze(-1)
-    if lengths is None:
-        return y
-    return torch.where(torch.arange(y.shape[1], device=y.device) < lengths[:, None] * scale, y, 0.0)
+    sines = amplitude * torch.sin(theta + 2 * torch.pi * initial.unsqueeze(1))
+    return zero_tail(merged(sines, f0, noise, weight, bias, amplitude, noise_std, threshold), lengths, scale)
 
 
 @fused_op(
