@@ -13,14 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.utils.weight_norm import WeightNorm
 
 from voxfuse.fusions import adain_resblock, polyphase, spectral
 from voxfuse.fusions._graph_arena import Arena, CudaArena
 from voxfuse.fusions.buckets import Axes, Buckets, Length, common_length
-from voxfuse.fusions.graph_runner import CapturePolicy, GraphRunner
+from voxfuse.fusions.graph_runner import HOOKED, CapturePolicy, GraphRunner, no_graphs
 from voxfuse.fusions.kokoro_decoder import decode, draw_source, generate, samples_per_frame
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
+from voxfuse.kernels._weight_norm import hooked
 from voxfuse.kernels.conv1d import conv_unsupported
 from voxfuse.records import Fusion, FusionPattern
 
@@ -150,8 +150,8 @@ def unsupported(generator: Any, run: Run, *inputs: torch.Tensor) -> str | None:
     if type(generator.stft).__name__ != "TorchSTFT":
         return f"the model has {type(generator.stft).__name__} (disable_complex=True), which is left as it is"
     device = inputs[0].device
-    if run.backend != "triton" or device.type != "cuda":
-        return "graphs need a CUDA GPU and backend 'triton'"
+    if (reason := no_graphs(run, device)) is not None:
+        return reason
     if needs_dispatch(inputs):
         return "a dispatch mode is active, or an input is a tensor subclass"
     if any(tensor.dtype != torch.float32 or tensor.device != device for tensor in inputs):
@@ -173,9 +173,8 @@ def foreign_part(module: nn.Module) -> str | None:
     for name, part in parts.items():
         if part is not module and part not in called and (reason := replaced(part)) is not None:
             return f"{name}{reason}"
-        pre_hooks = set(map(type, part._forward_pre_hooks.values())) - {WeightNorm}
-        if part is not module and (part._forward_hooks or pre_hooks):
-            return f"{name} has a forward hook, which a graph would not run"
+        if part is not module and hooked(part):
+            return f"{name} {HOOKED}"
     faults = ((name, fault(part)) for name, part in parts.items())
     return next((f"{name or type(module).__name__}: {found}" for name, found in faults if found is not None), None)
 

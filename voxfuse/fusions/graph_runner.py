@@ -25,10 +25,11 @@ from torch import nn
 from voxfuse.fusions._graph_arena import Arena, Captured, CaptureError, CudaArena, Key, Shelf, numerics
 from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, Buckets, common_length, part, shape
-from voxfuse.kernels._op import TALLIES
+from voxfuse.kernels._op import TALLIES, Run
 
 CapturePolicy = Literal["warmup", "first_use"]
 OUTER_CAPTURE = "inside somebody else's CUDA graph capture"
+HOOKED = "has a forward hook, which a graph would not run"
 WEIGHTS_REPLACED = "weights were replaced: captured again"
 _asked = threading.local()
 _inside = 0  # threads that are inside ``capturing``
@@ -80,6 +81,13 @@ def capture_asked(anywhere: bool = False) -> bool:
 def _block() -> int:
     """The number of the ``capturing`` that this thread is inside of, or 0."""
     return _asked.block if capture_asked() else 0
+
+
+def no_graphs(run: Run, device: torch.device) -> str | None:
+    """Why there are no graphs with this backend or on this device, or None."""
+    if run.backend != "triton" or device.type != "cuda":
+        return "graphs need a CUDA GPU and backend 'triton'"
+    return None
 
 
 def runners(module: nn.Module) -> list[GraphRunner]:

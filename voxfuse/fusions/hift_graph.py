@@ -15,15 +15,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.utils.weight_norm import WeightNorm
 
 from voxfuse.fusions import hift as hift_decoder
 from voxfuse.fusions._graph_arena import Arena, CudaArena
 from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, Buckets, Length
-from voxfuse.fusions.graph_runner import CapturePolicy, GraphRunner
+from voxfuse.fusions.graph_runner import HOOKED, CapturePolicy, GraphRunner, no_graphs
 from voxfuse.fusions.hift import look_ahead, samples_per_frame
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
+from voxfuse.kernels._weight_norm import hooked
 from voxfuse.records import Fusion, FusionPattern
 
 HIFT_GRAPH = Fusion(
@@ -179,14 +179,7 @@ def _weights(hift: nn.Module) -> Weights:
 
 def unsupported(hift: Any, run: Run, mel: torch.Tensor, source: torch.Tensor) -> str | None:
     """Why a call with these inputs must run upstream's code, or None."""
-    return on_gpu(run, mel.device) or unsuited(hift, mel, source)
-
-
-def on_gpu(run: Run, device: torch.device) -> str | None:
-    """Why there are no graphs with this backend or on this device, or None."""
-    if run.backend != "triton" or device.type != "cuda":
-        return "graphs need a CUDA GPU and backend 'triton'"
-    return None
+    return no_graphs(run, mel.device) or unsuited(hift, mel, source)
 
 
 def unsuited(hift: Any, mel: torch.Tensor, source: torch.Tensor) -> str | None:
@@ -216,7 +209,6 @@ def foreign_part(hift: Any) -> str | None:
     """What in a generator is not as upstream builds it and so rules a graph out, or None."""
     left_out = {part for child in _before(hift) for part in getattr(hift, child).modules()}
     for name, part in hift.named_modules():
-        pre_hooks = set(map(type, part._forward_pre_hooks.values())) - {WeightNorm}
-        if part is not hift and part not in left_out and (part._forward_hooks or pre_hooks):
-            return f"{name} has a forward hook, which a graph would not run"
+        if part is not hift and part not in left_out and hooked(part):
+            return f"{name} {HOOKED}"
     return hift_decoder.fault(hift)

@@ -15,8 +15,10 @@ from torch import nn
 from voxfuse.fusions import hift_source
 from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, Length
-from voxfuse.fusions.hift_graph import BEFORE, Beside, Watch, on_gpu
+from voxfuse.fusions.graph_runner import HOOKED, no_graphs
+from voxfuse.fusions.hift_graph import BEFORE, Beside, Watch
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
+from voxfuse.kernels._weight_norm import hooked
 from voxfuse.records import Fusion, FusionPattern
 
 HIFT_SOURCE_GRAPH = Fusion(
@@ -87,7 +89,7 @@ class SourceRunners(Beside):
 
 def unsupported(hift: Any, run: Run, mel: torch.Tensor, ahead: int) -> str | None:
     """Why a call with this mel must run upstream's code, or None."""
-    return on_gpu(run, mel.device) or unsuited(hift, mel, ahead)
+    return no_graphs(run, mel.device) or unsuited(hift, mel, ahead)
 
 
 def unsuited(hift: Any, mel: torch.Tensor, ahead: int) -> str | None:
@@ -120,8 +122,8 @@ def foreign_part(hift: Any) -> str | None:
     """What in a generator's predictor and source is not as upstream builds it and so rules a graph out, or None."""
     for child in (*BEFORE, "f0_upsamp"):
         for name, part in getattr(hift, child).named_modules(prefix=child):
-            if part._forward_hooks or (part._forward_pre_hooks and not hasattr(part, "weight_g")):
-                return f"{name} has a forward hook, which a graph would not run"
+            if hooked(part):
+                return f"{name} {HOOKED}"
     return hift_source.fault(hift)
 
 

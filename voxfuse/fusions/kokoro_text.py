@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.utils.weight_norm import WeightNorm
 
 from voxfuse.fusions import lstm
 from voxfuse.fusions._fork import Fork
@@ -35,8 +34,9 @@ from voxfuse.fusions.buckets import Axes, Buckets, Length
 from voxfuse.fusions.decoder_graph import BUCKETS as FRAME_BUCKETS
 from voxfuse.fusions.decoder_graph import fault, replaced
 from voxfuse.fusions.folded import convolve, output_lengths
-from voxfuse.fusions.graph_runner import CapturePolicy, GraphRunner
+from voxfuse.fusions.graph_runner import HOOKED, CapturePolicy, GraphRunner, no_graphs
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
+from voxfuse.kernels._weight_norm import hooked
 from voxfuse.kernels.moments import moments
 from voxfuse.records import Fusion, FusionPattern
 
@@ -261,8 +261,8 @@ class TextRunners:
 def unsupported(model: Any, run: Run, input_ids: torch.Tensor, ref_s: torch.Tensor) -> str | None:
     """Why a call with these inputs must run upstream's code, or None. Gradients play no part: upstream's call is under
     torch.no_grad() itself."""
-    if run.backend != "triton" or ref_s.device.type != "cuda":
-        return "graphs need a CUDA GPU and backend 'triton'"
+    if (reason := no_graphs(run, ref_s.device)) is not None:
+        return reason
     if needs_dispatch((input_ids, ref_s)):
         return "a dispatch mode is active, or an input is a tensor subclass"
     if input_ids.dtype != torch.int64 or ref_s.dtype != torch.float32 or input_ids.device != ref_s.device:
@@ -304,8 +304,8 @@ def _parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _foreign(name: str, part: Any) -> str | None:
-    if part._forward_hooks or set(map(type, part._forward_pre_hooks.values())) - {WeightNorm}:
-        return " has a forward hook, which a graph would not run"
+    if hooked(part):
+        return f" {HOOKED}"
     if "forward" in vars(part):
         return ".forward was replaced on the instance"
     reason = lstm.unsupported(part) if isinstance(part, nn.LSTM) else fault(part)

@@ -20,6 +20,13 @@ def class_of(module: nn.Module) -> type:
     return parametrize.type_before_parametrizations(module)
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether a module has forward hooks other than weight norm's."""
+    return bool(module._forward_hooks) or any(
+        type(hook) is not WeightNorm for hook in module._forward_pre_hooks.values()
+    )
+
+
 def fault(conv: Any) -> str | None:
     """What else than weight norm stands between the parameters and the result of a convolution, or None."""
     hooks = list(conv._forward_pre_hooks.values())
