@@ -17,7 +17,7 @@ CASES = {judged.case.name: judged for judged in load_cases("transformers") if "f
 LLAMA = "Llama T3 decode step, fp32, 2 rows, 512 keys"
 
 
-def made_of(name, backend="eager"):
+def made_of(name, backend="aot_eager"):
     case = decode_step_arms.tiny(CASES[name].case)
     run = Run("reference", "test")
     return contest("decode_graph", case, CPU, HostClock(), run, {"launch_floor_us": 1.0}, backend)
@@ -74,7 +74,7 @@ def test_a_refused_session_makes_the_verdict_wrong(monkeypatch):
 
 
 def test_a_static_cache_of_another_transformers_is_absent_with_the_reason(monkeypatch):
-    def other(self):
+    def other(self, compile_backend):
         raise TypeError("StaticCache wants a batch size")
 
     monkeypatch.setattr(decode_step_arms.DecodeStep, "_static_step", other)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -104,14 +103,12 @@ class DecodeStep:
 
         baselines: dict[str, Call | str] = {"fused": fused_step, "compile": NOT_COMPILED}
         counted: dict[str, Call] = {EAGER: self.reference, "fused": fused_step, VOXFUSE: fused_step}
-        made = {"graph": lambda step: step}
-        if self._compiled:
-            made["compile"] = lambda step: torch.compile(step, dynamic=False, fullgraph=True, backend=compile_backend)
-        for name, change in made.items():
+        backends = {"graph": None, "compile": compile_backend} if self._compiled else {"graph": None}
+        for name, backend in backends.items():
             try:
-                step = change(self._static_step())
+                step = self._static_step(backend)
                 baselines[name] = self._graphed(step)
-                counted[name] = lambda embeddings, read, step=step: step(embeddings)
+                counted[name] = step
             except Exception as error:  # of a transformers whose StaticCache is another: the arm is absent
                 baselines[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300]
         return Arms(baselines, counted)
@@ -147,40 +144,46 @@ class DecodeStep:
             session.stop(row)
         return session
 
-    def _static_step(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _static_step(self, compile_backend: str | None) -> Call:
         """Upstream's step over its StaticCache of as many slots as ours has, its length set back before each token."""
         from transformers import StaticCache
 
         cache: Any = StaticCache(config=self._model.config, max_cache_len=bucket_of(self._held + 1))
         self._forward(input_ids=self._prompt, **{self._name: cache})
-        lengths = torch.full((len(cache.layers),), self._held, device=self._prompt.device)
         pairs = zip(self._contents[::2], self._contents[1::2], strict=True)
-        for layer, length, (keys, values) in zip(cache.layers, lengths, pairs, strict=True):
+        for layer, (keys, values) in zip(cache.layers, pairs, strict=True):
             layer.keys[:, :, : self._held], layer.values[:, :, : self._held] = keys, values
-            if hasattr(layer, "cumulative_length"):  # transformers 5 keeps it on the device
-                layer.cumulative_length = length
+        lengths = [layer.cumulative_length for layer in cache.layers if hasattr(layer, "cumulative_length")]
+        starts = [length.clone() for length in lengths]  # transformers 5 keeps them on the device
         position = torch.full((1,), self._held, device=self._prompt.device)
         others = {"cache_position": position} if self._takes_position else {}
 
-        def step(embeddings: torch.Tensor) -> torch.Tensor:
-            lengths.fill_(self._held)
+        def forward(embeddings: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = self._model(
                 inputs_embeds=embeddings, use_cache=True, position_ids=position[None], **{self._name: cache}, **others
             ).logits
             return logits
 
+        if compile_backend is not None:
+            forward = torch.compile(forward, dynamic=False, fullgraph=True, backend=compile_backend)
+
+        def step(embeddings: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+            if lengths:
+                torch._foreach_copy_(lengths, starts)
+            return forward(embeddings)
+
         return step
 
-    def _graphed(self, step: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+    def _graphed(self, step: Call) -> Call:
         """The step replayed from a plain CUDA graph, its input and output copied as ours are; on a CPU the step."""
         if not self._prompt.is_cuda:
-            return lambda embeddings, read: step(embeddings)
+            return step
         weight = self._model.lm_head.weight
         given = weight.new_zeros(self._rows, 1, weight.shape[1])
         arena = cuda_arena(weight.device)
         with torch.no_grad():
-            step(given)  # compiles
-            graph, output = arena.capture(lambda: step(given))
+            step(given, given)  # compiles
+            graph, output = arena.capture(lambda: step(given, given))
 
         def replayed(embeddings: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
             given.copy_(embeddings)
