@@ -46,11 +46,12 @@ class Plan(NamedTuple):
 
 
 FIRST, LAST = Plan("taps_first", 1), Plan("taps_last", 1)
-FIRST_2, LAST_2, FIRST_4 = Plan("taps_first", 2), Plan("taps_last", 2), Plan("taps_first", 4)
+FIRST_2, LAST_2 = Plan("taps_first", 2), Plan("taps_last", 2)
+FIRST_4, LAST_4 = Plan("taps_first", 4), Plan("taps_last", 4)
 FASTEST = {  # channels, taps: for one image, a few, many elements; µs there / without taking frames as one
-    (64, 3): (FIRST_2, LAST, FIRST),  # 13 / 14; 14; 144-171
-    (64, 7): (LAST_2, FIRST_2, FIRST),  # 24 / 25; 20 / 25; 251-260
-    (64, 11): (LAST_2, FIRST_2, FIRST_4),  # 30 / 36; 25 / 37; 343 / 392-420
+    (64, 3): (LAST, LAST, FIRST),  # 14-15; 14; 144-171
+    (64, 7): (LAST_4, FIRST_2, FIRST),  # 22 / 25; 20 / 25; 251-260
+    (64, 11): (LAST_4, FIRST_2, FIRST_4),  # 27 / 36; 25 / 37; 327 / 392-420
     (128, 3): (LAST, FIRST, LAST_2),  # 16; 15; 127 / 165
     (128, 7): (LAST, FIRST, FIRST_2),  # 24; 24; 227 / 313
     (128, 11): (LAST, LAST, LAST),  # 33; 32; 304-318
