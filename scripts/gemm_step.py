@@ -11,7 +11,7 @@ from decode_cases import DEVICE, EPS, RUN, TINY, error, gpu_us, normal, tables
 from decode_models import build, kernels
 
 from voxfuse.fusions.decode_step import empty_cache, step
-from voxfuse.kernels import _skinny_choice, skinny_gemm
+from voxfuse.kernels import _measured, skinny_gemm
 from voxfuse.kernels.embedding_sum import embedding_sum
 from voxfuse.kernels.gqa_decode import gqa_decode
 from voxfuse.kernels.qk_norm_rope_cached import qk_norm_rope_cached
@@ -37,7 +37,7 @@ def decode_steps(measured: dict[Key, int], late: Callable[[], bool]) -> None:
     choices: dict[str, dict[Key, int]] = {
         "cuBLAS": {},
         "as measured": measured,
-        "checked in": _skinny_choice.MOST_ROWS,
+        "checked in": _measured.MOST_ROWS,
         "skinny everywhere": Everywhere(),
     }
     for dtype in (torch.float32,) if TINY else (torch.bfloat16, torch.float32):
@@ -57,7 +57,7 @@ def decode_steps(measured: dict[Key, int], late: Callable[[], bool]) -> None:
                 if late():
                     print("not reached")
                     return
-                _skinny_choice.MOST_ROWS = table
+                _measured.MOST_ROWS = table
                 try:
                     logits[arm] = call().double()
                     count = 0 if TINY else kernels(call)
@@ -66,7 +66,7 @@ def decode_steps(measured: dict[Key, int], late: Callable[[], bool]) -> None:
                 except Exception as fault:  # the other arms have figures all the same
                     text = f"{type(fault).__name__}: {str(fault).splitlines()[:1]}"
                 print(f"  {str(dtype)[6:]:8} {rows:2} rows {arm:18} {text}", flush=True)
-    _skinny_choice.MOST_ROWS = choices["checked in"]
+    _measured.MOST_ROWS = choices["checked in"]
 
 
 def _call(model: Any, x: torch.Tensor, cache: Any, lengths: torch.Tensor) -> Callable[[], torch.Tensor]:

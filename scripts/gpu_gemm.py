@@ -31,8 +31,8 @@ from decode_cases import BEGIN, DEVICE, EPS, MODELS, RUN, double, error, gpu_us,
 from gemm_step import Key, decode_steps, predictor_times
 
 import voxfuse
+from voxfuse.kernels._measured import GATED, LINEAR, type_class
 from voxfuse.kernels._op import TALLIES
-from voxfuse.kernels._skinny_choice import GATED, LINEAR, type_class
 from voxfuse.kernels._tuned import capability_of, trying
 from voxfuse.kernels.rmsnorm import rms_norm
 from voxfuse.kernels.skinny_gemm import shape_class, skinny_linear, skinny_swiglu

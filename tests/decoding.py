@@ -19,10 +19,12 @@ class Choice(dict):
         return 16 if self.wanted(*key) else default
 
 
-def generation(model, run, prompts=PROMPTS, capacity=256):
+def generation(model, run, prompts=PROMPTS, capacity=256, clear=False):
     """A function that decodes one token of each row through ``step``: ids to logits [rows, vocabulary]."""
     past, _, lengths = prefill(model, prompts)
     cache = empty_cache(model.model, len(prompts), capacity)
+    for part in cache:  # nothing but a step that says so may read what nobody has written
+        part.fill_(0 if clear else torch.nan)
     adopt(cache, past, lengths)
     lengths = torch.tensor(lengths, device=model.device)
 

@@ -139,6 +139,39 @@ def test_threads_on_streams_of_their_own(begin):
 
 
 @torch.no_grad()
+def test_a_capture_while_another_thread_works_on_a_stream_of_its_own(begin):
+    """It allocates and launches all the time, and its products stay right."""
+    begun, ended, wrong, rounds = threading.Event(), threading.Event(), [], []
+    a = torch.randint(-3, 4, (512, 512), device="cuda").float()
+    expected = a @ a
+
+    def work():
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            while not ended.is_set():
+                product = a.clone() @ a.clone()
+                rounds.append(torch.empty(2**20 + 512 * len(rounds), device="cuda").shape)
+                if not torch.equal(product, expected):
+                    wrong.append(product)
+                begun.set()
+
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    try:
+        model = tiny("Qwen2", layers=2).cuda()
+        before = len(rounds)
+        session, token = begin(model, PROMPTS)
+        fed, logits = decode(session, token, 20)
+        assert len(rounds) > before and begin.runners[id(model)].statistics.captures == 1
+    finally:
+        ended.set()
+        thread.join()
+    assert not wrong
+    torch.testing.assert_close(logits, upstream(model, PROMPTS, fed), rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
 def test_three_thousand_tokens_stay_as_near_to_fp64_as_upstream(begin):
     """Both are fed the same tokens; the last five hundred logits may be no further from fp64 than upstream's."""
     model = tiny("Qwen2", layers=4, max_position_embeddings=4096).to("cuda", torch.bfloat16)

@@ -11,7 +11,7 @@ from decoders import tiny
 from decoding import PROMPTS, Choice, error, generation, upstream
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from voxfuse.kernels import _skinny_choice, skinny_gemm
+from voxfuse.kernels import _measured, skinny_gemm
 from voxfuse.kernels._op import TALLIES, Run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is absent")
@@ -22,7 +22,7 @@ REFERENCE = Run("reference", "test_projections")
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    monkeypatch.setattr(_skinny_choice, "MOST_ROWS", Choice(lambda *key: True))
+    monkeypatch.setattr(_measured, "MOST_ROWS", Choice(lambda *key: True))
 
 
 @torch.no_grad()
@@ -103,11 +103,11 @@ def test_the_step_takes_what_the_table_of_its_gpu_says(monkeypatch):
         ("9.0", "skinny_swiglu", "half", 48, 32): 2,  # gate and up, of fewer rows
         ("10.0", "skinny_linear", "half", 32, 32): 16,  # output, of another GPU
     }
-    monkeypatch.setattr(_skinny_choice, "MOST_ROWS", table)
+    monkeypatch.setattr(_measured, "MOST_ROWS", table)
     model = tiny("Qwen3", head_dim=8).bfloat16()
 
     def counted(gpu, prompts):
-        monkeypatch.setattr(_skinny_choice, "_capability_of", lambda device: gpu)
+        monkeypatch.setattr(_measured, "_capability_of", lambda device: gpu)
         generation(model, REFERENCE, prompts)(torch.tensor([4] * len(prompts)))  # packs
         decode, counts = generation(model, REFERENCE, prompts), Counter()
         with Counting(counts):
@@ -129,31 +129,31 @@ def test_any_mixture_with_cublas_is_upstreams(monkeypatch):
     expected = upstream(model)(torch.tensor([4, 5, 6]))
     for chosen in itertools.product((False, True), repeat=len(shapes)):
         wanted = {shape for shape, on in zip(shapes, chosen, strict=True) if on}
-        monkeypatch.setattr(_skinny_choice, "MOST_ROWS", Choice(lambda gpu, operation, kind, *shape: shape in wanted))  # noqa: B023
+        monkeypatch.setattr(_measured, "MOST_ROWS", Choice(lambda gpu, operation, kind, *shape: shape in wanted))  # noqa: B023
         ours = generation(model, REFERENCE)(torch.tensor([4, 5, 6]))
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 def test_what_is_not_measured_runs_cublas():
-    assert _skinny_choice.fastest(1, torch.empty(17, 23)) == "cublas"
-    assert _skinny_choice.fastest(1, torch.empty(17, 23), _skinny_choice.GATED) == "cublas"
+    assert _measured.fastest(1, torch.empty(17, 23)) == "cublas"
+    assert _measured.fastest(1, torch.empty(17, 23), _measured.GATED) == "cublas"
 
 
 @torch.no_grad()
 def test_the_table_is_asked_by_kind_type_and_shape(monkeypatch):
-    monkeypatch.setattr(_skinny_choice, "MOST_ROWS", {(None, "skinny_linear", "half", 24, 16): 4})
+    monkeypatch.setattr(_measured, "MOST_ROWS", {(None, "skinny_linear", "half", 24, 16): 4})
     weight = torch.empty(24, 16, dtype=torch.bfloat16)
-    assert [_skinny_choice.fastest(rows, weight) for rows in (1, 4, 5)] == ["skinny", "skinny", "cublas"]
+    assert [_measured.fastest(rows, weight) for rows in (1, 4, 5)] == ["skinny", "skinny", "cublas"]
     for other in (weight.T, weight.float()):
-        assert _skinny_choice.fastest(1, other) == "cublas"
-    assert _skinny_choice.fastest(1, weight, _skinny_choice.GATED) == "cublas"
-    assert _skinny_choice.fastest(1, weight.half()) == "skinny"
+        assert _measured.fastest(1, other) == "cublas"
+    assert _measured.fastest(1, weight, _measured.GATED) == "cublas"
+    assert _measured.fastest(1, weight.half()) == "skinny"
 
 
 def test_every_shape_that_was_measured_is_one_that_the_kernel_takes():
-    for gpu, operation, kind, outputs, inputs in _skinny_choice.MOST_ROWS:
-        rows = _skinny_choice.MOST_ROWS[gpu, operation, kind, outputs, inputs]
+    for gpu, operation, kind, outputs, inputs in _measured.MOST_ROWS:
+        rows = _measured.MOST_ROWS[gpu, operation, kind, outputs, inputs]
         assert operation in ("skinny_linear", "skinny_swiglu") and kind in ("half", "fp32")
         x, weight = (torch.empty(n, inputs, dtype=torch.bfloat16) for n in (rows, outputs))
         assert rows and skinny_gemm.unsupported(x, weight, None, None, None, 0.0, "cast_then_scale") is None
@@ -164,7 +164,7 @@ def test_every_shape_that_was_measured_is_one_that_the_kernel_takes():
 def test_kernels_of_a_token_at_qwen2s_sizes(dtype, prompts, a_layer, monkeypatch):
     """24 layers and what a step needs once are at most 200 kernels before graphs, at one row in bf16. fp32 runs cuBLAS
     and has 240; a profile of the H200 counted 171 and 244."""
-    monkeypatch.setattr(_skinny_choice, "_capability_of", lambda device: "9.0")
+    monkeypatch.setattr(_measured, "_capability_of", lambda device: "9.0")
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
     totals = []
     for layers in (1, 2):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from cosyvoice_sampling import nucleus_size, ras_sampling
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from voxfuse.kernels._op import Run
-from voxfuse.microbench import bench
+from voxfuse.microbench import bench, decode_arms, step_arms
 from voxfuse.microbench.arms import contest, operation_of
 from voxfuse.microbench.cases import load_cases
 from voxfuse.microbench.step_arms import UpstreamRas
@@ -75,6 +76,40 @@ def test_a_static_caches_rest_is_there_and_is_not_read():
     assert torch.equal(made.voxfuse(*made.sets[0]), before)
     torch.testing.assert_close(made.baselines["torch"](*made.sets[0]), peer)
     torch.testing.assert_close(peer, before, rtol=2e-2, atol=2e-2)
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=None, softmax_scale=None):
+    """flash-attn's, of [rows, tokens, heads, head_dim]."""
+    held = k_cache.shape[1] if cache_seqlens is None else int(cache_seqlens[0])
+    k, v = (part[:, :held].transpose(1, 2) for part in (k_cache, v_cache))
+    return sdpa(q.transpose(1, 2), k, v, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
+
+
+def single_decode_with_kv_cache(q, k, v, kv_layout, sm_scale):
+    """flashinfer's, of q [heads, head_dim] and k, v [kv_heads, keys, head_dim]."""
+    assert kv_layout == "HND" and q.dim() == 2 and k.dim() == 3
+    return sdpa(q[None, :, None], k[None], v[None], scale=sm_scale, enable_gqa=True)[0, :, 0]
+
+
+def rmsnorm(x, weight, eps):
+    """flashinfer's, of matrices."""
+    assert x.dim() == 2
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+@pytest.mark.parametrize(
+    ("name", "arm"),
+    [
+        ("Qwen2-0.5B 14/2 heads, 1 rows, 200 of 256 keys", step_arms.flash_static(flash_attn_with_kvcache)),
+        ("Qwen2-0.5B 14/2 heads, 1 rows, 64 keys", decode_arms.flash_attention(flash_attn_with_kvcache)),
+        ("Qwen2-0.5B 14/2 heads, 1 rows, 64 keys", decode_arms.flashinfer_decode(single_decode_with_kv_cache)),
+        ("Qwen2-0.5B norm 896, 1 rows, fp32", decode_arms.flashinfer_norm(rmsnorm)),
+    ],
+)
+def test_arms_of_libraries_that_are_not_installed_call_them_as_they_are_called(name, arm):
+    (judged,) = (judged for judged in load_cases("transformers") if judged.case.name == name)
+    made = made_of(judged)
+    torch.testing.assert_close(arm(*made.sets[0]), made.eager(*made.sets[0]), rtol=2e-2, atol=2e-2)
 
 
 def test_every_decode_kernel_has_a_case_with_arms():

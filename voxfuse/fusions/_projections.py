@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from voxfuse.kernels._measured import GATED, fastest
 from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
-from voxfuse.kernels._skinny_choice import GATED, fastest
 from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
 from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
 from voxfuse.kernels.swiglu import swiglu

@@ -3,7 +3,7 @@
 A lane is a static cache of a bucket (256, 512, 1024, … tokens) with the graph captured on it, for a number of rows;
 positions lie on the device, so that one graph serves every length. A ``DecodeSession`` (one generation) takes a free
 lane of its bucket, copies upstream's prefill into it, and moves to the next bucket with its contents when it is full.
-Lanes of ended sessions serve the next ones; what they hold is not cleared, since nothing reads behind a row's end.
+Lanes of ended sessions serve the next ones; what they hold is cleared only where a step reads behind a row's end.
 Generations under way at once have lanes, memory pools and streams of their own. A session that finds no lane runs the
 same step without a graph, counted with its reason.
 Source: static caches and captured decode steps as in gpt-fast; StaticCache of transformers.
@@ -218,6 +218,9 @@ class DecodeSession:
             for row, length in enumerate(self.lengths):
                 lane.lengths[row].fill_(length)
                 lane.active[row].fill_(row not in self._stopped)
+            if decode_step.reads_whole_cache(self._runner.lanes.decoder, lane.cache):
+                for part in lane.cache:  # another session may have left NaN
+                    part.zero_()
 
     def _grow(self, tokens: int) -> None:
         """Move to the bucket of so many tokens, with the contents."""

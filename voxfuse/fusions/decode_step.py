@@ -9,8 +9,8 @@ measured to be faster (``fastest``), norm, SwiGLU and addition are in the produc
 Over a cache of at most 32 tokens ``small_attention`` turns, writes and attends in one kernel.
 Layouts: embeddings [rows, 1, hidden]; cache keys and values [layers, rows, kv_heads, capacity, head_dim]; ``lengths``
 int64 [rows] on the device: tokens of each row that the cache holds, which is also the position and the slot of the new
-one. What the cache holds behind a row's end is never read. A row whose length is the capacity is not written: the host
-has to know better (decode_graph does).
+one. What the cache holds behind a row's end is not read, unless ``reads_whole_cache``. A row whose length is the
+capacity is not written: the host has to know better (decode_graph does).
 Contract: same-precision; every rounding of upstream's eager chain is kept (see the kernels). Merged products may sum in
 another order than separate ones.
 Source: Qwen2Model, Qwen3Model, LlamaModel of transformers.
@@ -25,11 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from voxfuse.fusions._cache_attention import attend_cache, hidden_behind, whole_cache_is_read
 from voxfuse.fusions._projections import ORDER, Stream, added, merged, normed, normed_linear, normed_swiglu
 from voxfuse.fusions.transformers_decoder import unsupported_mlp
 from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
-from voxfuse.kernels.gqa_decode import MAX_HEAD_DIM, MAX_QUERIES, gqa_decode
+from voxfuse.kernels.gqa_decode import MAX_HEAD_DIM, MAX_QUERIES
 from voxfuse.kernels.qk_norm_rope_cached import qk_norm_rope_cached
 from voxfuse.kernels.rmsnorm import FLOAT_TYPES
 from voxfuse.kernels.small_attention import MAX_KEYS, small_attention
@@ -86,12 +87,13 @@ def step(
     """
     stream = Stream(embeddings)
     valid, slots = lengths + 1, lengths.unsqueeze(1)
+    mask = hidden_behind(valid, cache.keys[0]) if reads_whole_cache(decoder, cache) else None
     cos, sin = rotary_table(decoder, cache.capacity).index_select(0, lengths).unsqueeze(1).chunk(2, dim=-1)
     for index, layer in enumerate(decoder.layers):
         attention = layer.self_attn
         weights = merged(attention, "q_proj", "k_proj", "v_proj")
         heads, stream = normed_linear(layer.input_layernorm, stream, *weights, run)
-        y = _attend(attention, heads, cache.keys[index], cache.values[index], valid, slots, cos, sin, run)
+        y = _attend(attention, heads, cache.keys[index], cache.values[index], valid, mask, slots, cos, sin, run)
         stream = added(stream, y, attention.o_proj, run)
         y, stream = normed_swiglu(layer.post_attention_layernorm, stream, layer.mlp, run)
         stream = added(stream, y, layer.mlp.down_proj, run)
@@ -101,12 +103,19 @@ def step(
     return y if head is None else head(y)
 
 
+def reads_whole_cache(decoder: Any, cache: KeyValues) -> bool:
+    """Whether ``step`` reads the cache behind the rows' ends too: whatever is there must be finite then."""
+    q_heads = decoder.layers[0].self_attn.q_proj.weight.shape[0] // cache.keys.shape[4]
+    return cache.capacity > MAX_KEYS and whole_cache_is_read(q_heads, cache.keys[0])
+
+
 def _attend(
     attention: Any,
     projected: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     valid: torch.Tensor,
+    mask: torch.Tensor | None,
     slots: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -127,7 +136,7 @@ def _attend(
         y = small_attention(q, k, v, keys, values, slots, *rope, attention.scaling, run=run)
     else:
         turned = qk_norm_rope_cached(q, k, v, keys, values, slots, *rope, run=run)
-        y = gqa_decode(turned.transpose(1, 2), keys, values, valid, None, attention.scaling, False, window, run=run)
+        y = attend_cache(turned, keys, values, valid, mask, attention.scaling, window, run)
     return y.flatten(2)
 
 

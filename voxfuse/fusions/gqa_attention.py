@@ -1,7 +1,8 @@
 """Attention for transformers models with grouped queries, in which repeated keys and values never materialise.
 
 ``register`` makes it known as ``attn_implementation="voxfuse"``; the decoder patches call ``attend`` themselves. Up to
-16 new tokens go to ``gqa_decode``; longer ones to the best backend of torch's SDPA: to flash attention with
+16 new tokens go to ``gqa_decode``, one without a mask where that was measured to be faster (``kernels/_measured.py``);
+all others to the best backend of torch's SDPA: to flash attention with
 ``enable_gqa`` where that runs, else to the memory-efficient one with the group folded into the batch (keys and values
 then have a stride of 0 over the group). Where only SDPA's MATH backend is left, that is counted: with enable_gqa and
 fp32 or a mask SDPA takes it silently (pytorch #181528). What the kernels do not know (attention weights, soft caps,
@@ -23,6 +24,7 @@ from torch.backends.cuda import (
     can_use_flash_attention,
 )
 
+from voxfuse.kernels._measured import gqa_wins
 from voxfuse.kernels._op import TALLIES, Run
 from voxfuse.kernels.gqa_decode import MAX_TOKENS, gqa_decode
 from voxfuse.records import Backend
@@ -104,9 +106,14 @@ def attend(
     if attention_mask is not None and attention_mask.shape[-1] > keys:
         attention_mask = attention_mask[..., :keys]
     decode = (query, key, value, None, attention_mask, scale, causal, 0)
-    if tokens <= MAX_TOKENS and gqa_decode.unsupported(*decode) is None:
+    if tokens <= MAX_TOKENS and gqa_decode.unsupported(*decode) is None and _wins(query, key, attention_mask):
         return gqa_decode(*decode, run=run), None
     return _prefill(query, key, value, attention_mask, scale, causal, run), None
+
+
+def _wins(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether ``gqa_decode`` is faster than SDPA: as measured for one token without a mask, else taken for granted."""
+    return query.shape[2] > 1 or mask is not None or torch.compiler.is_compiling() or gqa_wins(query.shape[1], key)
 
 
 def _unknown(kwargs: dict[str, Any], dropout: float) -> str | None:

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from voxfuse.kernels import rmsnorm
 from voxfuse.kernels._launch import launch
 from voxfuse.kernels._math import exponential
+from voxfuse.kernels._measured import GATED, LINEAR, type_class
 from voxfuse.kernels._op import fused_op
 from voxfuse.kernels._rounding import add_rn, mul_rn, narrowed, target
 from voxfuse.kernels._rows import leading, power_of_two
-from voxfuse.kernels._skinny_choice import GATED, LINEAR, type_class
 from voxfuse.kernels._skinny_gemm import normed, prefetch, row_sums, tile_sums, with_bias
 from voxfuse.kernels._triton import tl, triton
 from voxfuse.kernels._tuned import BLOCK_OPTIONS, Options, options

@@ -84,6 +84,33 @@ def liger(function: str, module: str, arguments: Callable[..., Inputs]) -> Peer:
     )
 
 
+def flash_attention(flash_attn_with_kvcache: Callable[..., torch.Tensor]) -> Call:
+    """flash-attn's attention over a cache, of whose layout [rows, keys, kv_heads, head_dim] the caches are views."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> torch.Tensor:
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return flash_attn_with_kvcache(q, k, v, softmax_scale=others[2])
+
+    return call
+
+
+def flashinfer_decode(single_decode_with_kv_cache: Callable[..., torch.Tensor]) -> Call:
+    """flashinfer's attention of one row. Raises ValueError for more: its kernel for batches plans on the host."""
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> torch.Tensor:
+        if q.shape[0] != 1:
+            raise ValueError(f"one row, got {q.shape[0]}: flashinfer plans batches on the host")
+        y = single_decode_with_kv_cache(q[0, :, 0], k[0], v[0], kv_layout="HND", sm_scale=others[2])
+        return y.view(1, 1, *y.shape)
+
+    return call
+
+
+def flashinfer_norm(rmsnorm: Callable[..., torch.Tensor]) -> Call:
+    """flashinfer's RMS norm, of matrices."""
+    return lambda x, weight, eps, _: rmsnorm(x.view(-1, x.shape[-1]), weight, eps).view(x.shape)
+
+
 def sdpa(attention: Callable[..., torch.Tensor]) -> Call:
     """torch's own grouped-query attention, in gqa_decode's layout."""
 
@@ -98,7 +125,10 @@ OPERATIONS: dict[str, Operation] = {
         rms_norm,
         rms_norm_inputs,
         "an RMS norm",
-        (liger("LigerRMSNormFunction", "rms_norm", lambda x, w, eps, _: (x, w, eps, 0.0, "llama", False)),),
+        (
+            liger("LigerRMSNormFunction", "rms_norm", lambda x, w, eps, _: (x, w, eps, 0.0, "llama", False)),
+            Peer("flashinfer-python", "flashinfer.norm:rmsnorm", flashinfer_norm),
+        ),
     ),
     "swiglu": Operation(
         swiglu,
@@ -116,6 +146,10 @@ OPERATIONS: dict[str, Operation] = {
         gqa_decode,
         gqa_decode_inputs,
         "grouped-query attention of a token",
-        (Peer("torch", "torch.nn.functional:scaled_dot_product_attention", sdpa),),
+        (
+            Peer("torch", "torch.nn.functional:scaled_dot_product_attention", sdpa),
+            Peer("flash-attn", "flash_attn:flash_attn_with_kvcache", flash_attention),
+            Peer("flashinfer-python", "flashinfer.decode:single_decode_with_kv_cache", flashinfer_decode),
+        ),
     ),
 }

@@ -64,6 +64,18 @@ def masked_sdpa(scaled_dot_product_attention: Callable[..., torch.Tensor]) -> Ca
     return call
 
 
+def flash_static(flash_attn_with_kvcache: Callable[..., torch.Tensor]) -> Call:
+    """flash-attn's attention over the static cache, which reads the lengths on the device as ``gqa_decode`` does."""
+
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        q, k, v = (part.transpose(1, 2) for part in (q, whole(k, mask), whole(v, mask)))
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, softmax_scale=scale)
+
+    return call
+
+
 def static_attention_inputs(case: Case, generator: torch.Generator) -> Inputs:
     """q [rows, q_heads, 1, head_dim], held keys and values, lengths [rows], additive mask [rows, 1, 1, cache_len]."""
     tensors, device = case.tensors, generator.device
@@ -71,7 +83,7 @@ def static_attention_inputs(case: Case, generator: torch.Generator) -> Inputs:
     capacity = tensors["mask"].shape[3]
     cache = torch.randn(2, rows, kv_heads, capacity, head_dim, generator=generator, device=device)
     k, v = cache.to(getattr(torch, tensors["k"].dtype))[:, :, :, :held].unbind(0)
-    lengths = torch.full((rows,), held, device=device)
+    lengths = torch.full((rows,), held, dtype=torch.int32, device=device)
     mask = torch.zeros(tensors["mask"].shape, dtype=k.dtype, device=device)
     mask[..., held:] = -torch.inf
     return around(0.0, 1.0, tensors["q"], generator), k, v, lengths, mask, float(case.parameters["scale"])
@@ -178,7 +190,10 @@ OPERATIONS: dict[str, Operation] = {
         StaticAttention(),
         static_attention_inputs,
         "attention of a token over a static cache in this layout",
-        (Peer("torch", "torch.nn.functional:scaled_dot_product_attention", masked_sdpa),),
+        (
+            Peer("torch", "torch.nn.functional:scaled_dot_product_attention", masked_sdpa),
+            Peer("flash-attn", "flash_attn:flash_attn_with_kvcache", flash_static),
+        ),
     ),
     "embedding_sum": Operation(EmbeddingSum, embedding_sum_inputs, "a sum of embeddings", of_modules=True),
     "ras_sampling": Operation(
