@@ -108,7 +108,7 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
     for samples in (11, 240, 5003):
         lengths = torch.tensor([samples, max(11, samples // 2)], device=device)
         yield stft_polar, (normal(2, samples), window, lengths, 5)
-        yield stft_complex, (normal(2, samples), window, lengths, 5)
+        yield stft_complex, (normal(2, samples), window, lengths, 5, 14, samples // 5 + 30, 24)
         frames = samples // 5 + 1
         ends = torch.tensor([frames, max(2, frames // 2)], device=device)
         spectrum = normal(2, 11, frames), normal(2, 11, frames), window, ends, 5
