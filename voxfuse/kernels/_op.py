@@ -151,7 +151,7 @@ class FusedOp:
             TALLIES.add(run.receipt)
             return self.reference(*args)
         key = None
-        if run.backend == "triton" and not torch.is_grad_enabled():
+        if run.backend == "triton" and not (torch.is_grad_enabled() and _differentiable(args)):
             key, addresses = signature(args)
             plan = None if key is None else self._plans.find(key)
             if plan is not None:
@@ -173,6 +173,10 @@ class FusedOp:
         return launch(*args)
 
 
+def _differentiable(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+
 def _placement(args: tuple[Any, ...], backend: Backend) -> tuple[torch.device, str | None]:
     """The device of the tensors, and why their placement or autograd state rules a kernel out, or None."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -182,7 +186,7 @@ def _placement(args: tuple[Any, ...], backend: Backend) -> tuple[torch.device, s
     for tensor in tensors:
         if tensor.device != device:
             return device, "tensors are on different devices"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and _differentiable(args):
         return device, "an input needs a gradient; call under torch.no_grad() or torch.inference_mode()"
     return device, None
 
