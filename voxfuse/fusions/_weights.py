@@ -47,6 +47,10 @@ class Weights:
             or list(map(version, self._tracked)) != self._versions
         )
 
+    def memory(self) -> list[torch.UntypedStorage]:
+        """What the parameters and buffers lie in, but for movable ones."""
+        return [tensor.untyped_storage() for tensor in self._tensors]
+
     def _replaced(self) -> bool:
         # Dictionaries compare values by identity first. Another module is unequal; another tensor of several elements
         # raises when its comparison is asked for one truth value; one of a single element can be equal, so those are
