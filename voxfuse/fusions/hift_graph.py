@@ -6,21 +6,17 @@ its generator had at capture (slopes, limits); new weights are seen (``graph_run
 
 from __future__ import annotations
 
-import functools
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from voxfuse.fusions import hift as hift_decoder
-from voxfuse.fusions._graph_arena import Arena, CudaArena
+from voxfuse.fusions._beside import Beside, Graphs
 from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, Buckets, Length
-from voxfuse.fusions.graph_runner import HOOKED, CapturePolicy, GraphRunner, no_graphs
+from voxfuse.fusions.graph_runner import HOOKED, no_graphs
 from voxfuse.fusions.hift import look_ahead, samples_per_frame
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.kernels._weight_norm import hooked
@@ -45,9 +41,6 @@ MEMORY_CAP_BYTES = 8 * 2**30  # for each generator: 16 rows of 12 s take 4.5 GiB
 BEFORE = ("f0_predictor", "m_source")  # children whose work is done when ``decode`` is called
 
 
-Watch = Callable[[nn.Module], Weights]
-
-
 def axes(hift: Any) -> tuple[Axes, ...]:
     """Axes of mel, source, frames ahead (of a causal generator) and the waveform behind the rows; the length counts mel
     frames."""
@@ -63,68 +56,6 @@ def _decode(hift: Any, mel: torch.Tensor, source: torch.Tensor, *rest: torch.Ten
     return hift_decoder.decode(hift, mel, source, lengths, run, frames)
 
 
-def _none_foreign(_: nn.Module) -> None:
-    return None
-
-
-def _ruled_out(
-    foreign: Callable[[nn.Module], str | None], fault: Callable[[nn.Module], str | None], hift: nn.Module
-) -> str | None:
-    return foreign(hift) or fault(hift)
-
-
-class Beside(ABC):
-    """The graph runners of one fusion, one for each generator that it served, beside the module.
-
-    ``foreign`` says why a generator is not upstream's own as it was tested, or None; asked before every capture.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        capture: CapturePolicy = "warmup",
-        arena: Callable[[torch.device], Arena] = CudaArena,
-        foreign: Callable[[nn.Module], str | None] = _none_foreign,
-    ) -> None:
-        self._run, self._capture, self._arena, self._foreign = run, capture, arena, foreign
-        self._held: WeakKeyDictionary[nn.Module, GraphRunner] = WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    @staticmethod
-    @abstractmethod
-    def _fault(hift: nn.Module) -> str | None:
-        """What in a generator rules its graphs out, asked of its structure."""
-
-    @abstractmethod
-    def _graphs(self, hift: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Axes, ...], Watch]:
-        """The call to capture (its ``run`` left out), the axes of its inputs and output, and what to watch."""
-
-    def _runner(self, hift: nn.Module) -> GraphRunner | str:
-        with self._lock:
-            held = self._held.get(hift)
-            if held is None:
-                ruled_out = functools.partial(_ruled_out, self._foreign, self._fault)  # no reference back to here
-                with torch.no_grad():  # asked of its structure
-                    reason = ruled_out(hift)
-                if reason is not None:
-                    return reason
-                call, (*inputs, output), weights = self._graphs(hift)
-                held = self._held[hift] = GraphRunner(
-                    hift,
-                    functools.partial(call, run=self._run),
-                    inputs,
-                    output,
-                    BUCKETS,
-                    memory_cap_bytes=MEMORY_CAP_BYTES,
-                    receipt=self._run.receipt,
-                    capture=self._capture,
-                    arena=self._arena,
-                    weights=weights,
-                    foreign=ruled_out,
-                )
-            return held
-
-
 class Runners(Beside):
     """The graphs of ``decode``."""
 
@@ -132,8 +63,8 @@ class Runners(Beside):
     def _fault(hift: nn.Module) -> str | None:
         return foreign_part(hift)
 
-    def _graphs(self, hift: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Axes, ...], Watch]:
-        return _decode, axes(hift), _weights
+    def _graphs(self, hift: nn.Module) -> Graphs:
+        return Graphs(_decode, axes(hift), BUCKETS, MEMORY_CAP_BYTES, _weights)
 
     def decode(
         self,
@@ -158,12 +89,11 @@ class Runners(Beside):
         if isinstance(runner, str):
             TALLIES.add(self._run.receipt, fallback=runner)
             return runner
-        found = runner.find(mel.shape[0], mel.shape[2], mel.device, mel.dtype)
-        if isinstance(found, str):
-            runner.count_miss(found)
-            return found
         ahead = [max(held_back - 1, 0)] if look_ahead(hift) else []
-        audio = runner.replay(found, mel.shape[2], mel, source, *ahead, lengths=lengths)
+        audio = runner.attempt(mel.shape[2], mel, source, *ahead, lengths=lengths)
+        if isinstance(audio, str):
+            runner.count_miss(audio)
+            return audio
         return audio[:, : audio.shape[1] - held_back * samples_per_frame(hift)] if held_back else audio
 
 
