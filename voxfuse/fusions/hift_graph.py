@@ -20,7 +20,7 @@ from voxfuse.fusions import hift as hift_decoder
 from voxfuse.fusions._graph_arena import Arena, CudaArena
 from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, Buckets, Length
-from voxfuse.fusions.graph_runner import HOOKED, CapturePolicy, GraphRunner, no_graphs
+from voxfuse.fusions.graph_runner import HOOKED, OUTER_CAPTURE, CapturePolicy, GraphRunner, no_graphs
 from voxfuse.fusions.hift import look_ahead, samples_per_frame
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.kernels._weight_norm import hooked
@@ -31,8 +31,8 @@ HIFT_GRAPH = Fusion(
     stacks=("cosyvoice2", "cosyvoice3", "chatterbox"),
     operations=("decode", "stft", "istft"),
     contract="same-precision",
-    envelope="fp32 on a CUDA GPU, inference without autocast, 1 to 16 rows, 1 to 2048 mel frames, buckets captured "
-    "before",
+    envelope="fp32 on a CUDA GPU, inference without autocast; from graphs 1 to 16 rows of 1 to 2048 mel frames in "
+    "buckets captured before, else the same code without a graph",
     kernels=("conv1d", "snake", "mean_act", "stft", "istft"),
     graph=True,
     patterns=(
@@ -70,7 +70,8 @@ def _none_foreign(_: nn.Module) -> None:
 def _ruled_out(
     foreign: Callable[[nn.Module], str | None], fault: Callable[[nn.Module], str | None], hift: nn.Module
 ) -> str | None:
-    return foreign(hift) or fault(hift)
+    with torch.no_grad():  # asked of its structure
+        return foreign(hift) or fault(hift)
 
 
 class Beside(ABC):
@@ -86,7 +87,8 @@ class Beside(ABC):
         arena: Callable[[torch.device], Arena] = CudaArena,
         foreign: Callable[[nn.Module], str | None] = _none_foreign,
     ) -> None:
-        self._run, self._capture, self._arena, self._foreign = run, capture, arena, foreign
+        self._run, self._capture, self._arena = run, capture, arena
+        self._ruled_out = functools.partial(_ruled_out, foreign, self._fault)  # no reference back to here
         self._held: WeakKeyDictionary[nn.Module, GraphRunner] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -103,10 +105,7 @@ class Beside(ABC):
         with self._lock:
             held = self._held.get(hift)
             if held is None:
-                ruled_out = functools.partial(_ruled_out, self._foreign, self._fault)  # no reference back to here
-                with torch.no_grad():  # asked of its structure
-                    reason = ruled_out(hift)
-                if reason is not None:
+                if (reason := self._ruled_out(hift)) is not None:
                     return reason
                 call, (*inputs, output), weights = self._graphs(hift)
                 held = self._held[hift] = GraphRunner(
@@ -120,7 +119,7 @@ class Beside(ABC):
                     capture=self._capture,
                     arena=self._arena,
                     weights=weights,
-                    foreign=ruled_out,
+                    foreign=self._ruled_out,
                 )
             return held
 
@@ -143,7 +142,8 @@ class Runners(Beside):
         lengths: torch.Tensor | Sequence[int] | None = None,
         finalize: bool = True,
     ) -> torch.Tensor | str:
-        """decode by replay, or the reason why not; either is counted on the receipt.
+        """decode by replay, or where there is no graph (rows, length, memory, not warmed up) by the same code without
+        one, or the reason why upstream's code must run; the last two are counted as fallbacks with their reason.
 
         mel [rows, bins, frames], source [rows, 1, samples]; ``lengths`` [rows]: valid mel frames, for batches of mixed
         lengths, each row then ending as alone, zero behind. Upstream has no such thing. ``finalize`` False, of a causal
@@ -161,12 +161,28 @@ class Runners(Beside):
         found = runner.find(mel.shape[0], mel.shape[2], mel.device, mel.dtype)
         if isinstance(found, str):
             runner.count_miss(found)
-            return found
-        tensors = [mel, source]
-        if look_ahead(hift):
-            tensors.append(mel.new_full((mel.shape[0], 1), max(held_back - 1, 0)))
-        audio = runner.replay(found, *tensors, lengths=lengths)
+            if found is OUTER_CAPTURE or self._ruled_out(hift) is not None:
+                return found
+            audio = self._uncaptured(hift, mel, source, lengths, max(held_back - 1, 0))
+        else:
+            tensors = [mel, source]
+            if look_ahead(hift):
+                tensors.append(mel.new_full((mel.shape[0], 1), max(held_back - 1, 0)))
+            audio = runner.replay(found, *tensors, lengths=lengths)
         return audio[:, : audio.shape[1] - held_back * samples_per_frame(hift)] if held_back else audio
+
+    def _uncaptured(
+        self,
+        hift: nn.Module,
+        mel: torch.Tensor,
+        source: torch.Tensor,
+        lengths: torch.Tensor | Sequence[int] | None,
+        ahead: int,
+    ) -> torch.Tensor:
+        valid = None if lengths is None else torch.as_tensor(lengths, dtype=torch.int64, device=mel.device)
+        frames = torch.full((mel.shape[0],), ahead, device=mel.device) if ahead else None
+        with torch.no_grad():
+            return hift_decoder.decode(hift, mel, source, valid, self._run, frames)
 
 
 def _before(hift: nn.Module) -> list[str]:
