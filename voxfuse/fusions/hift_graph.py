@@ -38,6 +38,7 @@ HIFT_GRAPH = Fusion(
     patterns=(
         FusionPattern(modules=("HiFTGenerator",)),
         FusionPattern(modules=("CausalHiFTGenerator",)),
+        FusionPattern(modules=("ResBlock", "Snake")),  # ``decode`` is no call of the generator: its blocks are seen
     ),
 )
 BUCKETS = Buckets(rows=tuple(range(1, 17)))
