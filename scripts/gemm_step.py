@@ -11,7 +11,7 @@ from decode_cases import DEVICE, EPS, RUN, TINY, error, gpu_us, normal, tables
 from decode_models import build, kernels
 
 from voxfuse.fusions.decode_step import empty_cache, step
-from voxfuse.kernels import skinny_gemm
+from voxfuse.kernels import _skinny_choice, skinny_gemm
 from voxfuse.kernels.embedding_sum import embedding_sum
 from voxfuse.kernels.gqa_decode import gqa_decode
 from voxfuse.kernels.qk_norm_rope_cached import qk_norm_rope_cached
@@ -21,17 +21,25 @@ HELD = 4 if TINY else 64  # tokens in the cache
 STEPS = 3  # of one graph
 
 
-class Everywhere(dict[tuple[str, str, int, int], int]):
+Key = tuple[str | None, str, str, int, int]  # of MOST_ROWS
+
+
+class Everywhere(dict[Key, int]):
     """A table for which skinny_gemm is the fastest always."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return skinny_gemm.MAX_ROWS
 
 
-def decode_steps(measured: dict[tuple[str, str, int, int], int], late: Callable[[], bool]) -> None:
+def decode_steps(measured: dict[Key, int], late: Callable[[], bool]) -> None:
     """ms and kernels of a captured step with its head, and how far its logits are from cuBLAS' own."""
     print("\ndecode step of Qwen2-0.5B's sizes in a graph: ms a token, kernels, distance of the logits")
-    choices = {"cuBLAS": {}, "as measured": measured, "skinny everywhere": Everywhere()}
+    choices: dict[str, dict[Key, int]] = {
+        "cuBLAS": {},
+        "as measured": measured,
+        "checked in": _skinny_choice.MOST_ROWS,
+        "skinny everywhere": Everywhere(),
+    }
     for dtype in (torch.float32,) if TINY else (torch.bfloat16, torch.float32):
         if late():
             print("not reached")
@@ -49,7 +57,7 @@ def decode_steps(measured: dict[tuple[str, str, int, int], int], late: Callable[
                 if late():
                     print("not reached")
                     return
-                skinny_gemm.MOST_ROWS = table
+                _skinny_choice.MOST_ROWS = table
                 try:
                     logits[arm] = call().double()
                     count = 0 if TINY else kernels(call)
@@ -58,7 +66,7 @@ def decode_steps(measured: dict[tuple[str, str, int, int], int], late: Callable[
                 except Exception as fault:  # the other arms have figures all the same
                     text = f"{type(fault).__name__}: {str(fault).splitlines()[:1]}"
                 print(f"  {str(dtype)[6:]:8} {rows:2} rows {arm:18} {text}", flush=True)
-    skinny_gemm.MOST_ROWS = {}
+    _skinny_choice.MOST_ROWS = choices["checked in"]
 
 
 def _call(model: Any, x: torch.Tensor, cache: Any, lengths: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from decode_cases import BEGIN, DEVICE, EPS, MODELS, RUN, double, error, gpu_us, host_us, normal
-from gemm_step import decode_steps, predictor_times
+from gemm_step import Key, decode_steps, predictor_times
 
 import voxfuse
 from voxfuse.kernels._op import TALLIES
-from voxfuse.kernels._tuned import trying
+from voxfuse.kernels._skinny_choice import GATED, LINEAR, type_class
+from voxfuse.kernels._tuned import capability_of, trying
 from voxfuse.kernels.rmsnorm import rms_norm
-from voxfuse.kernels.skinny_gemm import GATED, LINEAR, shape_class, skinny_linear, skinny_swiglu, type_class
+from voxfuse.kernels.skinny_gemm import shape_class, skinny_linear, skinny_swiglu
 from voxfuse.kernels.swiglu import swiglu
 
 ORDER = "cast_then_scale"
@@ -221,7 +222,7 @@ def late() -> bool:
     return not TINY and time.monotonic() - BEGIN > UNTIL_S
 
 
-def table(most_rows: dict[tuple[str, str, int, int], int]) -> None:
+def table(most_rows: dict[Key, int]) -> None:
     print(f"\nµs a call; share of reading the weights at {READ_BYTES_PER_S / 1e12} TB/s")
     heading = (
         f"{'':44} {'ours warm':>9} {'cold':>7} {'of read':>7} | {'cuBLAS warm':>11} {'cold':>7} | {'linear cold':>11}"
@@ -247,7 +248,7 @@ def table(most_rows: dict[tuple[str, str, int, int], int]) -> None:
                     f"{alone:11.2f}  {theirs[1] / mine[1]:5.2f}× {'skinny' if mine[1] < theirs[1] else 'cuBLAS'}",
                     flush=True,
                 )
-                key = of.operation, type_class(dtype), of.outputs, of.inputs
+                key = capability_of(sets[0][0].device), of.operation, type_class(dtype), of.outputs, of.inputs
                 winning = winning and mine[1] < 0.97 * theirs[1]
                 most_rows[key] = max(most_rows.get(key, 0), rows) if winning else most_rows.get(key, 0)
 
@@ -282,7 +283,7 @@ def main() -> int:
     print(f"fidelity: {len(faults)} faults, {time.monotonic() - BEGIN:.0f} s")
     for fault in faults[:40]:
         print(f"  WRONG {fault}")
-    most_rows: dict[tuple[str, str, int, int], int] = {}
+    most_rows: dict[Key, int] = {}
     table(most_rows)
     decode_steps({key: rows for key, rows in most_rows.items() if rows}, late)
     predictor_times()

@@ -98,10 +98,10 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
             affine = style, weight, bias, alpha, lengths
             yield moments, (x, lengths, frames, phases)
             yield residual_moments, (x, bias, residual, lengths, frames, phases)
-            yield adain_channels_last, (x, known, *affine, frames, phases, 6 - phases, 1e-5, 0.0)
-            yield snake, (x, bias, residual, alpha, lengths, frames, phases, 6 - phases, True)
+            yield adain_channels_last, (x, known, *affine, frames, phases, 6 - phases, phases, 2, 1e-5, 0.0)
+            yield snake, (x, bias, residual, alpha, lengths, frames, phases, 6 - phases, phases, 2, True)
             longer = normal(2, x.shape[1] + 6 * phases, channels)  # of a causal convolution
-            yield snake, (longer, bias, residual, alpha, lengths, frames, phases, 6 - phases, True)
+            yield snake, (longer, bias, residual, alpha, lengths, frames, phases, 6 - phases, phases, 2, True)
         yield residual_moments, (normal(2, channels, frames).transpose(1, 2), None, None, lengths, frames, 1)
         yield mean_act, (*(normal(2, channels, frames) for _ in range(3)), lengths, 3.0, 0.1)
     window = torch.hann_window(20, device=device)

@@ -9,7 +9,7 @@ PROMPTS = [[3, 9, 4, 1, 5], [7, 2], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
 
 
 class Choice(dict):
-    """MOST_ROWS that takes skinny_gemm for the products that ``wanted`` names by (operation, type, N, K)."""
+    """MOST_ROWS that takes skinny_gemm for the products that ``wanted`` names by (GPU, operation, type, N, K)."""
 
     def __init__(self, wanted):
         super().__init__()

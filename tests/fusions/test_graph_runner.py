@@ -12,6 +12,7 @@ import torch
 from fake_arena import FakeArena
 
 from voxfuse.fusions._graph_arena import CaptureError
+from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Buckets, Length
 from voxfuse.fusions.graph_runner import WEIGHTS_REPLACED, GraphRunner, capture_asked, capturing, runners
 from voxfuse.kernels._op import TALLIES, Run
@@ -177,6 +178,57 @@ def test_new_weights_are_captured_again_and_the_receipt_says_so(make, tally, cha
     assert dict(tally.fallbacks) == {WEIGHTS_REPLACED: 1}
     runner(*case(5))
     assert runner.statistics.captures == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [(), (0,), (1,), (2,)])
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_weights_see_a_replacement_of_equal_value(size, kind):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Identity())
+    table = module[0]._parameters if kind == "parameter" else module[0]._buffers
+    table["gain"] = torch.nn.Parameter(torch.ones(size)) if kind == "parameter" else torch.ones(size)
+    table["none"] = None
+    weights = Weights(module)
+    assert not weights.changed()
+    table["gain"] = copy.deepcopy(table["gain"])
+    assert weights.changed()
+    weights = Weights(module)
+    table["none"] = torch.ones(2)
+    assert weights.changed()
+    del table["none"]
+    assert weights.changed() and Weights(module).changed() is False
+
+
+@torch.no_grad()
+def test_a_number_stands_for_a_whole_input(make):
+    module = Upsampler()
+    runner = make(module, capture="first_use")
+    x, gain = case(12, rows=2)
+    runner(x, gain)
+    found = runner.find(2, 12, CPU, torch.float32)
+    for given in (3.0, 3.0, gain, 3.0, 2.0):
+        whole = given if isinstance(given, torch.Tensor) else torch.full_like(gain, given)
+        torch.testing.assert_close(runner.replay(found, 12, x, given), module(x, whole))
+    lengths = [12, 5]  # and back to whole rows
+    torch.testing.assert_close(
+        runner.replay(found, 12, x, 2.0, lengths=lengths), runner(x, 2 + 0 * gain, lengths=lengths)
+    )
+    torch.testing.assert_close(runner.replay(found, 12, x, 2.0), module(x, 2 + 0 * gain))
+    runner._shelves.clear()
+    found.shelf.closed = True
+    torch.testing.assert_close(runner.replay(found, 12, x, 3.0), module(x, 3 + 0 * gain))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(1, CHANNELS, 7), torch.zeros(2, CHANNELS, 8), torch.zeros(1, 3, 8).double()]
+)
+def test_what_was_found_takes_tensors_of_its_shape_only(make, wrong):
+    module = Upsampler()
+    runner = make(module, capture="first_use")
+    runner(*case(8))
+    with pytest.raises(ValueError, match=r"expected \[1, 3, 8\], torch.float32 on cpu, got"):
+        runner.replay(runner.find(1, 8, CPU, torch.float32), 8, wrong, torch.ones(1, 1))
 
 
 @torch.no_grad()

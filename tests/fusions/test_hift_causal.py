@@ -10,8 +10,17 @@ import voxfuse
 from voxfuse.fusions import hift_graph, polyphase
 from voxfuse.fusions.graph_runner import capturing, runners
 from voxfuse.fusions.hift import decode, samples_per_frame
+from voxfuse.kernels._conv_plan import Plan
 from voxfuse.kernels._op import TALLIES, Run
-from voxfuse.kernels.conv1d import STRATEGIES, conv_unsupported, convolved, packed_weight
+from voxfuse.kernels._phases import from_phases, to_phases
+from voxfuse.kernels.conv1d import (
+    STRATEGIES,
+    conv_unsupported,
+    convolved,
+    convolved_plain,
+    layout_for,
+    packed_weight,
+)
 from voxfuse.patches import registry
 from voxfuse.patches.guards import resolve
 
@@ -55,23 +64,28 @@ def convolution(module, kind, **settings):
 # --- convolutions ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("axis", STRATEGIES)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("taps", "dilation"), [(3, 1), (7, 1), (1, 1), (11, 1), (3, 3), (5, 5)])
-@pytest.mark.parametrize("frames", [1, 2, 15, 16, 17])
-def test_padding_on_one_side_without_a_copy(module, strategy, side, taps, dilation, frames):
+def test_padding_on_one_side_without_a_copy(module, axis, side, taps, dilation):
     conv = convolution(module, "CausalConv1d", kernel_size=taps, dilation=dilation, causal_type=side)
     if side == "right" and dilation > 1:
         assert "no dilation" in conv_unsupported(conv)
         return
     assert conv_unsupported(conv) is None
-    x = torch.randn(2, 4, frames)
-    expected = conv(x)
-    padded = -(-frames // dilation) * dilation
-    phases = nn.functional.pad(x, (0, padded - frames)).view(2, 4, -1, dilation).permute(0, 3, 2, 1)
-    y = convolved(conv, phases.reshape(2, padded, 4).contiguous(), packed_weight(conv), strategy)
-    y = y.view(2, dilation, -1, 6).transpose(1, 2).reshape(2, -1, 6) if dilation > 1 else y
-    assert torch.allclose(y[:, :frames].transpose(1, 2) + conv.bias[:, None], expected, atol=1e-5)
+    for frames in (1, 2, 15, 16, 17):
+        x = torch.randn(2, 4, frames)
+        expected = conv(x)
+        found = []
+        for together in (1, 2, 4):
+            plan = Plan(axis, together)
+            laid = to_phases(x.transpose(1, 2), *layout_for(conv, plan, frames))
+            found.append(from_phases(convolved(conv, laid, plan), frames, dilation))
+        if dilation == 1:
+            found.append(convolved_plain(conv, x.transpose(1, 2).contiguous(), packed_weight(conv), axis))
+        for y in found:
+            assert y.shape[1] == frames
+            assert torch.allclose(y.transpose(1, 2) + conv.bias[:, None], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(("taps", "stride"), [(16, 8), (11, 5), (7, 3), (1, 2), (2, 2), (3, 1), (8, 3)])

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 import torch
 from decoders import tiny
-from decoding import Choice, error, generation, upstream
+from decoding import PROMPTS, Choice, error, generation, upstream
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from voxfuse.kernels import skinny_gemm
+from voxfuse.kernels import _skinny_choice, skinny_gemm
 from voxfuse.kernels._op import TALLIES, Run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is absent")
@@ -22,7 +22,7 @@ REFERENCE = Run("reference", "test_projections")
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    monkeypatch.setattr(skinny_gemm, "MOST_ROWS", Choice(lambda *key: True))
+    monkeypatch.setattr(_skinny_choice, "MOST_ROWS", Choice(lambda *key: True))
 
 
 @torch.no_grad()
@@ -74,7 +74,9 @@ class Counting(TorchDispatchMode):
         self.counts = counts
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.counts[str(function).split(".")[1]] += not function.is_view
+        name = str(function).split(".")[1]
+        if not function.is_view and name != "_unsafe_view":
+            self.counts[name] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -93,6 +95,33 @@ def test_six_operations_a_layer(everywhere):
 
 
 @torch.no_grad()
+def test_the_step_takes_what_the_table_of_its_gpu_says(monkeypatch):
+    """Tiny Qwen3 in bf16: QKV, output, down and the gates of a layer at their own limits of rows; three rows."""
+    table = {
+        ("9.0", "skinny_linear", "half", 64, 32): 3,  # QKV: 4 + 2 · 2 heads of 8
+        ("9.0", "skinny_linear", "half", 32, 48): 16,  # down
+        ("9.0", "skinny_swiglu", "half", 48, 32): 2,  # gate and up, of fewer rows
+        ("10.0", "skinny_linear", "half", 32, 32): 16,  # output, of another GPU
+    }
+    monkeypatch.setattr(_skinny_choice, "MOST_ROWS", table)
+    model = tiny("Qwen3", head_dim=8).bfloat16()
+
+    def counted(gpu, prompts):
+        monkeypatch.setattr(_skinny_choice, "_capability_of", lambda device: gpu)
+        generation(model, REFERENCE, prompts)(torch.tensor([4] * len(prompts)))  # packs
+        decode, counts = generation(model, REFERENCE, prompts), Counter()
+        with Counting(counts):
+            decode(torch.tensor([4] * len(prompts)))
+        return counts["skinny_linear"], counts["skinny_swiglu"], counts["swiglu"]
+
+    assert counted("9.0", PROMPTS) == (2, 0, 1)
+    assert counted("9.0", PROMPTS[:2]) == (2, 1, 0)
+    assert counted("9.0", [*PROMPTS, PROMPTS[0]]) == (1, 0, 1)
+    assert counted("10.0", PROMPTS) == (1, 0, 1)
+    assert counted(None, PROMPTS) == (0, 0, 1)
+
+
+@torch.no_grad()
 def test_any_mixture_with_cublas_is_upstreams(monkeypatch):
     """Tiny Llama: hidden 32, intermediate 48, 4 and 2 heads of 8: each projection has a shape of its own but o_proj."""
     model = tiny("Llama", layers=2, head_dim=12, attention_bias=True, mlp_bias=True)
@@ -100,23 +129,53 @@ def test_any_mixture_with_cublas_is_upstreams(monkeypatch):
     expected = upstream(model)(torch.tensor([4, 5, 6]))
     for chosen in itertools.product((False, True), repeat=len(shapes)):
         wanted = {shape for shape, on in zip(shapes, chosen, strict=True) if on}
-        monkeypatch.setattr(skinny_gemm, "MOST_ROWS", Choice(lambda operation, kind, *shape: shape in wanted))  # noqa: B023
+        monkeypatch.setattr(_skinny_choice, "MOST_ROWS", Choice(lambda gpu, operation, kind, *shape: shape in wanted))  # noqa: B023
         ours = generation(model, REFERENCE)(torch.tensor([4, 5, 6]))
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 def test_what_is_not_measured_runs_cublas():
-    assert skinny_gemm.fastest(1, torch.empty(17, 23)) == "cublas"
-    assert skinny_gemm.fastest(1, torch.empty(17, 23), skinny_gemm.GATED) == "cublas"
+    assert _skinny_choice.fastest(1, torch.empty(17, 23)) == "cublas"
+    assert _skinny_choice.fastest(1, torch.empty(17, 23), _skinny_choice.GATED) == "cublas"
 
 
 @torch.no_grad()
 def test_the_table_is_asked_by_kind_type_and_shape(monkeypatch):
-    monkeypatch.setattr(skinny_gemm, "MOST_ROWS", {("skinny_linear", "half", 24, 16): 4})
+    monkeypatch.setattr(_skinny_choice, "MOST_ROWS", {(None, "skinny_linear", "half", 24, 16): 4})
     weight = torch.empty(24, 16, dtype=torch.bfloat16)
-    assert [skinny_gemm.fastest(rows, weight) for rows in (1, 4, 5)] == ["skinny", "skinny", "cublas"]
+    assert [_skinny_choice.fastest(rows, weight) for rows in (1, 4, 5)] == ["skinny", "skinny", "cublas"]
     for other in (weight.T, weight.float()):
-        assert skinny_gemm.fastest(1, other) == "cublas"
-    assert skinny_gemm.fastest(1, weight, skinny_gemm.GATED) == "cublas"
-    assert skinny_gemm.fastest(1, weight.half()) == "skinny"
+        assert _skinny_choice.fastest(1, other) == "cublas"
+    assert _skinny_choice.fastest(1, weight, _skinny_choice.GATED) == "cublas"
+    assert _skinny_choice.fastest(1, weight.half()) == "skinny"
+
+
+def test_every_shape_that_was_measured_is_one_that_the_kernel_takes():
+    for gpu, operation, kind, outputs, inputs in _skinny_choice.MOST_ROWS:
+        rows = _skinny_choice.MOST_ROWS[gpu, operation, kind, outputs, inputs]
+        assert operation in ("skinny_linear", "skinny_swiglu") and kind in ("half", "fp32")
+        x, weight = (torch.empty(n, inputs, dtype=torch.bfloat16) for n in (rows, outputs))
+        assert rows and skinny_gemm.unsupported(x, weight, None, None, None, 0.0, "cast_then_scale") is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "prompts", "a_layer"), [("bfloat16", 1, 7), ("bfloat16", 8, 9), ("float32", 1, 10)])
+def test_kernels_of_a_token_at_qwen2s_sizes(dtype, prompts, a_layer, monkeypatch):
+    """24 layers and what a step needs once are at most 200 kernels before graphs, at one row in bf16. fp32 runs cuBLAS
+    and has 240; a profile of the H200 counted 171 and 244."""
+    monkeypatch.setattr(_skinny_choice, "_capability_of", lambda device: "9.0")
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    totals = []
+    for layers in (1, 2):
+        model, counts = tiny("Qwen2", layers=layers, **sizes).to(getattr(torch, dtype)), Counter()
+        ids = torch.tensor([4] * prompts)
+        generation(model, REFERENCE, [[3, 9]] * prompts)(ids)  # packs
+        decode = generation(model, REFERENCE, [[3, 9]] * prompts)
+        with Counting(counts):
+            decode(ids)
+        totals.append(counts)
+    layer = totals[1] - totals[0]
+    assert layer["gqa_decode"] == 1  # two kernels
+    assert layer.total() + 1 == a_layer, layer
+    assert (24 * a_layer + 4 <= 200) == (dtype == "bfloat16" and prompts == 1)

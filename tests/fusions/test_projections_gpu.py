@@ -9,7 +9,7 @@ from decoders import tiny
 from decoding import Choice, error, generation, upstream
 
 from voxfuse.fusions.decode_step import empty_cache, step
-from voxfuse.kernels import skinny_gemm
+from voxfuse.kernels import _skinny_choice
 from voxfuse.kernels._op import TALLIES, Run
 
 pytestmark = [
@@ -24,7 +24,7 @@ SIZES = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 1
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch):
-    monkeypatch.setattr(skinny_gemm, "MOST_ROWS", Choice(lambda *key: True))
+    monkeypatch.setattr(_skinny_choice, "MOST_ROWS", Choice(lambda *key: True))
 
 
 @torch.no_grad()

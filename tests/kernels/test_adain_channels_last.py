@@ -21,17 +21,18 @@ def case(rows, frames, channels, device, *, snake=True, dtype=torch.float32, aff
     return [None if value is None else value.to(device, dtype) for value in (x, style, weight, bias, alpha)]
 
 
-def fused(tensors, lengths, run, y_phases=1, x_phases=1):
+def fused(tensors, lengths, run, y_phases=1, x_phases=1, lead=0, tail=0):
     """y in plain order; x in plain order is brought into phases first."""
     x, *rest = tensors
     frames = x.shape[1]
     exact = moments_reference(x.double(), lengths, frames, 1).float()
     x = x if x_phases == 1 else to_phases(x, x_phases)
-    y = adain_channels_last(x, exact, *rest, lengths, frames, x_phases, y_phases, EPS, SLOPE, run=run)
-    assert y.shape[1] == padded_frames(frames, y_phases) and y.is_contiguous()
-    plain = from_phases(y, y.shape[1], y_phases)
-    assert torch.all(plain[:, frames:] == 0), "the padding for the convolution is not zero"
-    return plain[:, :frames]
+    y = adain_channels_last(x, exact, *rest, lengths, frames, x_phases, y_phases, lead, tail, EPS, SLOPE, run=run)
+    assert y.shape[1] == padded_frames(frames, y_phases) + y_phases * (lead + tail) and y.is_contiguous()
+    plain, first = from_phases(y, y.shape[1], y_phases), y_phases * lead
+    around = plain[:, :first], plain[:, first + frames :]
+    assert all(torch.all(part == 0) for part in around), "the padding for the convolution is not zero"
+    return plain[:, first : first + frames]
 
 
 def chain(tensors):
@@ -63,7 +64,7 @@ def test_each_row_equals_itself_alone_whatever_stands_behind(device, run, same_p
     x, style, *rest = tensors
     for row, length in enumerate(lengths):
         x[row, length:] = torch.nan
-    result = fused(tensors, torch.tensor(lengths, device=device), run, y_phases=3)
+    result = fused(tensors, torch.tensor(lengths, device=device), run, y_phases=3, lead=2, tail=1)
     for row, length in enumerate(lengths):
         one = slice(row, row + 1)
         assert torch.all(result[row, length:] == 0)
@@ -114,7 +115,7 @@ def test_outside_the_envelope_the_reference_runs_and_is_counted(device, run):
     lengths = torch.tensor([150, 130], device=device)
     known = moments_reference(x, lengths, 150, 1)
     in_phases = to_phases(x, 3)
-    result = adain_channels_last(in_phases, known, *rest, lengths, 150, 3, 7, EPS, SLOPE, run=run)
+    result = adain_channels_last(in_phases, known, *rest, lengths, 150, 3, 7, 0, 0, EPS, SLOPE, run=run)
     result = from_phases(result, result.shape[1], 7)
     torch.testing.assert_close(result[:1, :150], chain([x[:1], rest[0][:1], *rest[1:]]))
     torch.testing.assert_close(result[1:, :130], chain([x[1:, :130], rest[0][1:], *rest[1:]]))
@@ -127,13 +128,17 @@ def test_wrong_shapes_are_named(device):
     x, style, weight, bias, alpha = case(2, 30, 4, device)
     known, lengths = moments_reference(x, None, 30, 1), torch.tensor([30, 3], device=device)
 
-    def reason(x=x, known=known, style=style, weight=weight, bias=bias, alpha=alpha, lengths=lengths, frames=30, p=1):
-        return adain_channels_last.unsupported(x, known, style, weight, bias, alpha, lengths, frames, p, 1, EPS, SLOPE)
+    def reason(
+        x=x, known=known, style=style, weight=weight, bias=bias, alpha=alpha, lengths=lengths, frames=30, p=1, lead=0
+    ):
+        affine = weight, bias, alpha
+        return adain_channels_last.unsupported(x, known, style, *affine, lengths, frames, p, 1, lead, 0, EPS, SLOPE)
 
     assert reason() is None
     assert "channels last" in reason(x=x.transpose(1, 2).contiguous().transpose(1, 2))
     assert "31 frames" in reason(frames=31)
-    assert "4 phases must have 32 frames" in reason(p=4)
+    assert "4 phases alike of together at least 32 frames" in reason(p=4)
+    assert "-1 in front" in reason(lead=-1)
     assert "moments" in reason(known=known[:, :, :1])
     assert "style" in reason(style=style[:, :5])
     assert "together" in reason(bias=None)

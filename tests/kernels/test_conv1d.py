@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from voxfuse.kernels._conv_plan import Plan
 from voxfuse.kernels._op import TALLIES
 from voxfuse.kernels._phases import from_phases, to_phases
-from voxfuse.kernels.conv1d import STRATEGIES, conv1d, conv_unsupported, fastest, packed_weight
+from voxfuse.kernels.conv1d import STRATEGIES, conv1d, conv_unsupported, grouped, packed_weight
 from voxfuse.kernels.moments import moments_reference
 
 
@@ -21,11 +22,13 @@ def case(rows, frames, channels, taps, device, out=None, dtype=torch.float32):
     return [value.to(device, dtype) for value in values]
 
 
-def fused(tensors, lengths, dilation, strategy, run):
+def fused(tensors, lengths, dilation, plan, run):
     """y in plain order, and its moments."""
     x, weight, bias, residual = tensors
-    frames = x.shape[1]
-    y, known = conv1d(to_phases(x, dilation), weight, bias, residual, lengths, frames, dilation, strategy, run=run)
+    frames, taps = x.shape[1], weight.shape[1]
+    laid = to_phases(x, *plan.layout(taps, taps // 2, dilation, frames))
+    packed = grouped(weight, plan.together)
+    y, known = conv1d(laid, packed, bias, residual, lengths, frames, dilation, taps, *plan, run=run)
     return (from_phases(y, frames, dilation) if bias is None and residual is None else y), known
 
 
@@ -46,38 +49,38 @@ def in_fp64(tensors):
     return [None if value is None else value.double() for value in tensors]
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
+@pytest.fixture(params=[Plan(axis, together) for axis in STRATEGIES for together in (1, 2, 4)], ids=str)
+def plan(request):
     return request.param
 
 
 @pytest.mark.parametrize(("taps", "dilation"), list(itertools.product([1, 3, 7, 11], [1, 3, 5])))
-def test_frames_that_the_dilation_does_not_divide(taps, dilation, strategy, device, run):
+def test_frames_that_the_dilation_does_not_divide(taps, dilation, plan, device, run):
     for frames in (1, 2, 4, 5, 13, 20, 61):
         tensors = case(2, frames, 8, taps, device, out=12)
-        y, known = fused(tensors, None, dilation, strategy, run)
+        y, known = fused(tensors, None, dilation, plan, run)
         close(y, upstream(*tensors, dilation), upstream(*in_fp64(tensors), dilation))
         torch.testing.assert_close(known, moments_reference(y, None, frames, 1), rtol=1e-4, atol=1e-4)
     assert TALLIES.of(run.receipt).calls == 7 and not TALLIES.of(run.receipt).fallbacks
 
 
 @pytest.mark.parametrize("terms", ["neither", "bias", "residual"])
-def test_without_bias_or_residual(terms, strategy, device, run):
+def test_without_bias_or_residual(terms, plan, device, run):
     x, weight, bias, residual = case(2, 31, 8, 3, device)
     tensors = [x, weight, bias if terms == "bias" else None, residual if terms == "residual" else None]
-    y, known = fused(tensors, None, 3, strategy, run)
+    y, known = fused(tensors, None, 3, plan, run)
     close(y, upstream(*tensors, 3), upstream(*in_fp64(tensors), 3))
     torch.testing.assert_close(known, moments_reference(y, None, 31, 1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bare", [True, False])
-def test_each_row_equals_itself_alone_at_its_length(bare, strategy, device, run):
+def test_each_row_equals_itself_alone_at_its_length(bare, plan, device, run):
     lengths = [40, 23, 1, 0]
     x, weight, bias, residual = case(4, 40, 8, 7, device)
     bias, residual = (None, None) if bare else (bias, residual)
     for row, length in enumerate(lengths):
         x[row, length:] = 0
-    y, known = fused((x, weight, bias, residual), torch.tensor(lengths, device=device), 5, strategy, run)
+    y, known = fused((x, weight, bias, residual), torch.tensor(lengths, device=device), 5, plan, run)
     for row, length in enumerate(lengths[:3]):
         part = slice(row, row + 1)
         alone = upstream(x[part, :length], weight, bias, None if bare else residual[part, :length], 5)
@@ -88,14 +91,14 @@ def test_each_row_equals_itself_alone_at_its_length(bare, strategy, device, run)
 
 
 @pytest.mark.parametrize("shape", [(0, 20, 4), (2, 0, 4)])
-def test_zero_sizes_return_at_once(shape, strategy, device, run):
-    y, known = fused(case(*shape, 3, device), None, 1, strategy, run)
+def test_zero_sizes_return_at_once(shape, plan, device, run):
+    y, known = fused(case(*shape, 3, device), None, 1, plan, run)
     assert y.shape == shape and known.numel() == 0
 
 
-def test_outside_the_envelope_the_reference_runs_and_is_counted(strategy, device, run):
+def test_outside_the_envelope_the_reference_runs_and_is_counted(plan, device, run):
     tensors = in_fp64(case(2, 22, 4, 3, device))
-    y, known = fused(tensors, None, 5, strategy, run)
+    y, known = fused(tensors, None, 5, plan, run)
     torch.testing.assert_close(y, upstream(*tensors, 5))
     torch.testing.assert_close(known, moments_reference(y, None, 22, 1))
     (reason,) = TALLIES.of(run.receipt).fallbacks
@@ -105,30 +108,21 @@ def test_outside_the_envelope_the_reference_runs_and_is_counted(strategy, device
 def test_wrong_arguments_are_named(device):
     x, weight, bias, residual = case(2, 30, 4, 3, device)
 
-    def reason(x=x, weight=weight, bias=bias, residual=residual, frames=30, dilation=5, strategy="taps_last"):
-        return conv1d.unsupported(x, weight, bias, residual, None, frames, dilation, strategy)
+    def reason(
+        x=x, weight=weight, bias=bias, residual=residual, taps=3, together=1, frames=30, dilation=5, axis="taps_last"
+    ):
+        return conv1d.unsupported(x, weight, bias, residual, None, frames, dilation, taps, axis, together)
 
     assert reason() is None
     assert "[rows, 32, channels]" in reason(dilation=4)
-    assert "odd taps" in reason(weight=weight[:, :2].contiguous())
+    assert "[1 · out, 3, 4]" in reason(weight=weight[:, :2].contiguous())
+    assert "odd taps" in reason(taps=4) and "one frame" in reason(together=0)
+    assert "[rows, 40, channels]" in reason(together=2)
+    assert "[2 · out, 2, 8]" in reason(x=torch.cat([x, x], 1)[:, :40].contiguous(), together=2)
     assert "residual" in reason(residual=residual[:, :29])
     assert "dtypes" in reason(weight=weight.half())
     with pytest.raises(KeyError, match="no conv1d strategy named 'magic'; known: taps_first, taps_last"):
-        reason(strategy="magic")
-
-
-@pytest.mark.parametrize(
-    ("rows", "channels", "taps", "dilation", "strategy"),
-    [
-        (1, 128, 3, 1, "taps_last"),
-        (1, 128, 3, 3, "taps_first"),
-        (1, 128, 11, 5, "taps_last"),
-        (8, 256, 11, 1, "taps_first"),
-        (8, 1024, 3, 1, "taps_last"),
-    ],
-)
-def test_the_strategy_is_the_one_measured(rows, channels, taps, dilation, strategy):
-    assert fastest(rows, channels, taps, dilation) == strategy
+        reason(axis="magic")
 
 
 def normed(**changes):

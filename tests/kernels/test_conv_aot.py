@@ -21,7 +21,7 @@ ADAIN = dict.fromkeys(
     ("x_ptr", "y_ptr", "moments_ptr", "style_ptr", "weight_ptr", "bias_ptr", "alpha_ptr"), "*fp32"
 ) | dict.fromkeys(
     (
-        *("C", "T", "PADDED", "CHUNK_T", "chunks", "x_per_phase", "y_per_phase"),
+        *("C", "T", "held", "front", "CHUNK_T", "chunks", "x_per_phase", "y_per_phase"),
         *("stride_xb", "stride_xt", "stride_style"),
     ),
     "i32",
@@ -30,7 +30,7 @@ SNAKE = dict.fromkeys(
     ("x_ptr", "raw_ptr", "y_ptr", "bias_ptr", "residual_ptr", "alpha_ptr"), "*fp32"
 ) | dict.fromkeys(
     (
-        *("C", "T", "PADDED", "x_per_phase", "y_per_phase"),
+        *("C", "T", "held", "front", "x_per_phase", "y_per_phase"),
         *(f"stride_{name}" for name in ("xb", "xt", "xc", "rb", "rt", "rc")),
     ),
     "i32",

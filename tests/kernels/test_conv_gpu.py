@@ -1,5 +1,6 @@
 """The channels-last block's operations where only a GPU can tell: compiles of lengths, graphs, threads, offsets."""
 
+import itertools
 import threading
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from voxfuse.kernels import moments as moments_file
+from voxfuse.kernels._conv_plan import Plan, fastest
 from voxfuse.kernels._op import TALLIES, Run
+from voxfuse.kernels._phases import PLAIN
 from voxfuse.kernels.adain import reference as upstream
 from voxfuse.kernels.adain_channels_last import _adain_kernel, adain_channels_last
-from voxfuse.kernels.conv1d import STRATEGIES, conv1d, fastest
+from voxfuse.kernels.conv1d import STRATEGIES, conv1d, grouped
 from voxfuse.kernels.moments import moments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -31,14 +34,16 @@ def case(frames, rows=1, channels=64, taps=7, device="cuda", dtype=torch.float32
     return [value.to(device, dtype) for value in values]
 
 
-def half_iteration(tensors, dilation, lengths=None, strategy=None):
+def half_iteration(tensors, dilation, lengths=None, plan=None):
     """conv(snake(adain(x))) + bias + x, and its moments."""
     x, style, alpha, weight, bias = tensors
     frames = x.shape[1]
+    taps = weight.shape[1]
     known = moments(x, lengths, frames, 1, run=RUN)
-    y = adain_channels_last(x, known, style, None, None, alpha, lengths, frames, 1, dilation, EPS, 0.0, run=RUN)
-    strategy = strategy or fastest(x.shape[0], x.shape[2], weight.shape[1], dilation)
-    return conv1d(y, weight, bias, x, lengths, frames, dilation, strategy, run=RUN)
+    plan = plan or fastest(*x.shape, taps, dilation)
+    layout = plan.layout(taps, taps // 2, dilation, frames)
+    y = adain_channels_last(x, known, style, None, None, alpha, lengths, frames, 1, *layout, EPS, 0.0, run=RUN)
+    return conv1d(y, grouped(weight, plan.together), bias, x, lengths, frames, dilation, taps, *plan, run=RUN)
 
 
 def eager(tensors, dilation):
@@ -61,8 +66,8 @@ def close(result, tensors, dilation):
 @pytest.mark.parametrize(("rows", "channels", "frames"), [(2, 64, 2), (3, 128, 1003), (1, 256, 8000), (1, 36, 20_011)])
 def test_as_precise_as_eager(rows, channels, frames, dilation, dtype):
     tensors = case(frames, rows, channels, dtype=dtype)
-    for strategy in STRATEGIES:
-        close(half_iteration(tensors, dilation, strategy=strategy)[0], tensors, dilation)
+    for axis, together in itertools.product(STRATEGIES, (1, 2, 4)):
+        close(half_iteration(tensors, dilation, plan=Plan(axis, together))[0], tensors, dilation)
     assert not TALLIES.of(RUN.receipt).fallbacks
 
 
@@ -132,7 +137,7 @@ def test_more_than_two_to_the_31_elements():
     x = torch.randn(rows, frames, channels, device="cuda", dtype=torch.float16)
     style, alpha = torch.zeros(rows, 2 * channels, device="cuda").half(), torch.ones(channels, device="cuda").half()
     known = moments(x, None, frames, 1, run=RUN)
-    y = adain_channels_last(x, known, style, None, None, alpha, None, frames, 1, 1, EPS, 0.0, run=RUN)
+    y = adain_channels_last(x, known, style, None, None, alpha, None, frames, 1, *PLAIN, EPS, 0.0, run=RUN)
     for part in (slice(0, 1000), slice(frames - 1000, frames)):
         deviation = (x[-1, part].double() - x[-1].double().mean(0)) / x[-1].double().std(0)
         torch.testing.assert_close(y[-1, part].double(), deviation + deviation.sin() ** 2, rtol=2e-3, atol=2e-3)

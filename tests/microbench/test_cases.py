@@ -10,7 +10,7 @@ import torch
 
 from voxfuse.fusions.registry import FUSIONS
 from voxfuse.kernels._op import Run
-from voxfuse.microbench.arms import OPERATIONS, contest, smooth
+from voxfuse.microbench.arms import contest, operation_of, smooth
 from voxfuse.microbench.cases import load_cases, stacks_with_cases
 from voxfuse.microbench.judge import error_fp64
 from voxfuse.microbench.peers import LIBRARIES
@@ -27,7 +27,7 @@ def test_every_case_names_a_fusion_of_its_stack_that_has_arms():
         assert len({case.case.name for case in cases}) == len(cases)
         for case in cases:
             assert stack == case.case.stack and stack in FUSIONS[case.fusion].stacks
-            assert case.fusion in OPERATIONS
+            assert operation_of(case.fusion, case.case).inputs is not None
 
 
 def test_an_unknown_stack_is_named_with_the_known_ones():

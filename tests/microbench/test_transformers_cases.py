@@ -11,7 +11,9 @@ from voxfuse.microbench.peers import LIBRARIES
 from voxfuse.microbench.timer import HostClock
 
 CASES = {judged.case.name: judged for judged in load_cases("transformers")}
-SMALL = [name for name in CASES if "1 rows" in name and "2048" not in name]
+SMALL = [
+    name for name in CASES if ("1 rows" in name or "2 rows" in name) and "2048 keys" not in name and "8192" not in name
+]
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -23,10 +25,11 @@ def test_a_contest_has_the_declared_signatures_and_agreeing_arms(name):
     for tensor, signature in zip(tensors, judged.case.tensors.values(), strict=True):
         assert (tuple(tensor.shape), tensor.stride()) == (signature.shape, signature.strides)
         assert str(tensor.dtype) == f"torch.{signature.dtype}"
-    oracle = made.eager(*(v.double() if isinstance(v, torch.Tensor) else v for v in made.sets[0]))
-    bound = 4 * torch.finfo(tensors[0].dtype).eps
-    assert error_fp64(made.voxfuse(*made.sets[0]), oracle) < bound
+    doubled = (v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in made.sets[0])
+    oracle = made.seen(made.eager(*doubled))
+    bound = 4 * torch.finfo(next(tensor.dtype for tensor in tensors if tensor.is_floating_point())).eps
+    assert error_fp64(made.seen(made.voxfuse(*made.sets[0])), oracle) < bound
     for name, peer in made.baselines.items():
         assert isinstance(peer, str) == (name in LIBRARIES)  # not installed here, or without such an operation
         if not isinstance(peer, str):
-            assert error_fp64(peer(*made.sets[0]), oracle) < bound
+            assert error_fp64(made.seen(peer(*made.sets[0])), oracle) < bound

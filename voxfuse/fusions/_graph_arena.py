@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from voxfuse.fusions.buckets import Axes, part
 from voxfuse.kernels._op import Counts
 
 
@@ -139,9 +140,21 @@ class Shelf:
     closed: bool = False
 
 
+class Cut(NamedTuple):
+    """Views of a bucket's static tensors at one length."""
+
+    inputs: list[torch.Tensor]
+    output: torch.Tensor
+
+
 @dataclass(eq=False)
 class Captured:
-    """A captured bucket with its static tensors. ``filled`` units of the inputs hold data, zeros lie behind."""
+    """A captured bucket with its static tensors.
+
+    ``filled`` units of the inputs hold data, zeros lie behind. ``uniform``: what all of ``lengths`` are, or 0.
+    ``numbers``: what an input given as a number holds, by its place. ``cuts``: views by length, at most as many as the
+    bucket has lengths.
+    """
 
     shelf: Shelf
     graph: Graph
@@ -149,7 +162,62 @@ class Captured:
     lengths: torch.Tensor
     output: torch.Tensor
     counts: Counts
+    input_axes: tuple[Axes, ...]
+    output_axes: Axes
     filled: int = 0
+    uniform: int = 0
+    numbers: dict[int, float] = field(default_factory=dict)
+    cuts: dict[int, Cut] = field(default_factory=dict)
+
+    def fill(
+        self,
+        length: int,
+        tensors: Sequence[torch.Tensor | float],
+        lengths: torch.Tensor | Sequence[int] | None,
+    ) -> torch.Tensor:
+        """Give the inputs of the next replay a length and their values; returns the view that its output will be in.
+
+        Raises ValueError where a tensor is not what was captured, cut to this length.
+        """
+        cut = self.cuts.get(length) or self._cut(length)
+        views, given = [], []
+        for place, (view, tensor) in enumerate(zip(cut.inputs, tensors, strict=True)):
+            if isinstance(tensor, torch.Tensor):
+                if tensor.shape != view.shape or tensor.dtype != view.dtype or tensor.device != view.device:
+                    expected = f"{list(view.shape)}, {view.dtype} on {view.device}"
+                    raise ValueError(
+                        f"expected {expected}, got {list(tensor.shape)}, {tensor.dtype} on {tensor.device}"
+                    )
+                views.append(view)
+                given.append(tensor)
+                self.numbers.pop(place, None)
+            elif self.numbers.get(place) != tensor:
+                view.fill_(tensor)  # an argument of the launch, as are lengths below: no copy from the host to wait for
+                self.numbers[place] = tensor
+        torch._foreach_copy_(views, given)
+        if self.filled > length:
+            for static, axes, view in zip(self.inputs, self.input_axes, cut.inputs, strict=True):
+                if view.shape != static.shape:
+                    part(static, axes, length, self.filled).zero_()
+        self.filled = length
+        if lengths is None:
+            if self.uniform != length:
+                self.lengths.fill_(length)
+            self.uniform = length
+            return cut.output
+        self.uniform = 0
+        if isinstance(lengths, torch.Tensor):
+            self.lengths.copy_(lengths)
+        else:
+            for row, valid_units in zip(self.lengths, lengths, strict=True):
+                row.fill_(valid_units)
+        return cut.output
+
+    def _cut(self, length: int) -> Cut:
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = [part(static, axes, 0, length) for static, axes in zip(self.inputs, self.input_axes, strict=True)]
+            cut = self.cuts[length] = Cut(inputs, part(self.output, self.output_axes, 0, length))
+        return cut
 
 
 def numerics() -> tuple[Any, ...]:

@@ -15,8 +15,9 @@ from torch import nn
 
 from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
+from voxfuse.kernels._skinny_choice import GATED, fastest
 from voxfuse.kernels.rmsnorm import add_rms_norm, rms_norm
-from voxfuse.kernels.skinny_gemm import GATED, fastest, skinny_linear, skinny_swiglu
+from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
 from voxfuse.kernels.swiglu import swiglu
 from voxfuse.records import Fusion, FusionPattern
 

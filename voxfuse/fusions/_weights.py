@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ class Weights:
     ``.data`` and other aliases that do not share the tensor's version, a new ``.data`` at the old address, in-place
     writes to inference tensors, tensors in plain attributes, and the first parameter of a submodule that had none.
     Of ``movable`` tensors only a replacement is seen, of the children named in ``without`` too. Every loop of
-    ``changed`` runs in C.
+    ``changed`` runs in C, and none of them builds anything for each submodule.
     """
 
     def __init__(self, module: nn.Module, movable: Sequence[torch.Tensor] = (), without: Sequence[str] = ()) -> None:
@@ -30,22 +29,31 @@ class Weights:
         self._tables: list[dict[str, Any]] = [
             table for part in parts for table in (part._modules, part._parameters, part._buffers) if table
         ]
-        self._entries = self._current()
+        self._copies = [dict(table) for table in self._tables]
+        held = [(table, name, entry) for table in self._tables for name, entry in table.items()]
+        tensors = [(table, name, entry) for table, name, entry in held if isinstance(entry, torch.Tensor)]
+        self._scalars = [(table, name, entry) for table, name, entry in tensors if entry.numel() < 2]
         apart = set(map(id, movable))
-        self._tensors = [e for e in self._entries if isinstance(e, torch.Tensor) and id(e) not in apart]
+        self._tensors = list({id(entry): entry for _, _, entry in tensors if id(entry) not in apart}.values())
         self._tracked = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
         self._versions = list(map(_version, self._tracked))
 
-    def _current(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
-
     def changed(self) -> bool:
         """Whether anything that the class sees is other than when this was made."""
-        current = self._current()
         return (
-            len(current) != len(self._entries)
-            or not all(map(operator.is_, current, self._entries))
+            self._replaced()
             or list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
             or list(map(_version, self._tracked)) != self._versions
         )
+
+    def _replaced(self) -> bool:
+        # Dictionaries compare values by identity first. Another module is unequal; another tensor of several elements
+        # raises when its comparison is asked for one truth value; one of a single element can be equal, so those are
+        # looked at by themselves.
+        try:
+            if self._tables != self._copies:
+                return True
+        except (RuntimeError, TypeError, ValueError):
+            return True
+        return any(table.get(name) is not entry for table, name, entry in self._scalars)

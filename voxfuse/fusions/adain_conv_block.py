@@ -19,10 +19,12 @@ from voxfuse.fusions import adain_resblock
 from voxfuse.fusions.adain_resblock import padded_styles, snake_norms
 from voxfuse.fusions.folded import output_lengths
 from voxfuse.fusions.polyphase import upsample_each_channel
+from voxfuse.kernels._conv_plan import LAST, Plan
 from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
+from voxfuse.kernels._phases import PLAIN, Layout
 from voxfuse.kernels.adain_channels_last import adain_channels_last
-from voxfuse.kernels.conv1d import STRATEGIES, conv1d, conv_unsupported, fastest, packed_weight
+from voxfuse.kernels.conv1d import STRATEGIES, conv1d, conv_unsupported, packed_weight, planned
 from voxfuse.kernels.mean_act import mean_act
 from voxfuse.kernels.moments import FLOAT_TYPES, moments, residual_moments
 from voxfuse.records import Fusion, FusionPattern
@@ -87,14 +89,15 @@ def adain_snake_block(
     x [rows, frames, channels] contiguous, ``known`` its moments, ``projected`` the styles of ``snake_norms``,
     ``lengths`` [rows] valid frames or None. The result is like x, zero behind each row's valid length.
     """
-    frames = x.shape[1]
+    rows, frames, _ = x.shape
     stages = zip(block.convs1, block.convs2, block.adain1, block.adain2, block.alpha1, block.alpha2, strict=True)
     for conv1, conv2, adain1, adain2, alpha1, alpha2 in stages:
-        d1, d2 = conv1.dilation[0], conv2.dilation[0]
-        y = _activated(adain1, x, known, next(projected), alpha1, lengths, frames, (1, d1), 0.0, run)
-        y, known = _convolved(conv1, y, False, None, lengths, frames, run)
-        y = _activated(adain2, y, known, next(projected), alpha2, lengths, frames, (d1, d2), 0.0, run)
-        x, known = _convolved(conv2, y, True, x, lengths, frames, run)
+        (plan1, layout1), (plan2, layout2) = planned(conv1, rows, frames), planned(conv2, rows, frames)
+        y = _activated(adain1, x, known, next(projected), alpha1, lengths, frames, 1, layout1, 0.0, run)
+        y, known = _convolved(conv1, y, plan1, False, None, lengths, frames, run)
+        phases = layout1.phases
+        y = _activated(adain2, y, known, next(projected), alpha2, lengths, frames, phases, layout2, 0.0, run)
+        x, known = _convolved(conv2, y, plan2, True, x, lengths, frames, run)
     return x
 
 
@@ -114,7 +117,7 @@ def adain_leaky_relu_block(
     """
     _, frames, width = x.shape
     slope = block.actv.negative_slope
-    y = _activated(block.norm1, x, known, next(projected), None, lengths, frames, (1, 1), slope, run)
+    y = _activated(block.norm1, x, known, next(projected), None, lengths, frames, 1, PLAIN, slope, run)
     shortcut = x[:, :, : block.conv1.in_channels]
     if block.learned_sc:
         shortcut = STRATEGIES["taps_last"](x, packed_weight(block.conv1x1, width), 1)
@@ -124,9 +127,9 @@ def adain_leaky_relu_block(
         if lengths is not None:
             lengths = output_lengths(block.pool, lengths)
             y = mean_act(y.transpose(1, 2), None, None, lengths, 1.0, 1.0, run=run).transpose(1, 2)  # its bias: cleared
-    y, known = _convolved(block.conv1, y, False, None, lengths, frames, run)
-    y = _activated(block.norm2, y, known, next(projected), None, lengths, frames, (1, 1), slope, run)
-    y, _ = _convolved(block.conv2, y, True, shortcut, lengths, frames, run)
+    y, known = _convolved(block.conv1, y, LAST, False, None, lengths, frames, run)
+    y = _activated(block.norm2, y, known, next(projected), None, lengths, frames, 1, PLAIN, slope, run)
+    y, _ = _convolved(block.conv2, y, LAST, True, shortcut, lengths, frames, run)
     return y * math.sqrt(0.5)
 
 
@@ -138,7 +141,8 @@ def _activated(
     alpha: torch.Tensor | None,
     lengths: torch.Tensor | None,
     frames: int,
-    phases: tuple[int, int],
+    x_phases: int,
+    layout: Layout,
     slope: float,
     run: Run,
 ) -> torch.Tensor:
@@ -148,20 +152,19 @@ def _activated(
             adain, f"affine {spare}", [weight, bias], lambda: (F.pad(weight, (0, spare)), F.pad(bias, (0, spare)))
         )
     return adain_channels_last(
-        x, known, style, weight, bias, alpha, lengths, frames, *phases, adain.norm.eps, slope, run=run
+        x, known, style, weight, bias, alpha, lengths, frames, x_phases, *layout, adain.norm.eps, slope, run=run
     )
 
 
 def _convolved(
     conv: Any,
     y: torch.Tensor,
+    plan: Plan,
     biased: bool,
     residual: torch.Tensor | None,
     lengths: torch.Tensor | None,
     frames: int,
     run: Run,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, _, width = y.shape
-    weight, d = packed_weight(conv, width), conv.dilation[0]
-    strategy = fastest(rows, width, weight.shape[1], d)
-    return conv1d(y, weight, conv.bias if biased else None, residual, lengths, frames, d, strategy, run=run)
+    weight, taps, d = packed_weight(conv, y.shape[2], together=plan.together), conv.kernel_size[0], conv.dilation[0]
+    return conv1d(y, weight, conv.bias if biased else None, residual, lengths, frames, d, taps, *plan, run=run)

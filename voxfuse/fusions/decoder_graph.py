@@ -116,7 +116,7 @@ class Runners:
         if isinstance(found, str):
             runner.count_miss(found)
             return found
-        return runner.replay(found, *tensors, draw_source(generator, f0), lengths=lengths)
+        return runner.replay(found, length, *tensors, draw_source(generator, f0), lengths=lengths)
 
     def _runner(
         self, module: nn.Module, call: Callable[..., torch.Tensor], axes: Callable[[Any], tuple[Axes, ...]]

@@ -24,7 +24,7 @@ from torch import nn
 
 from voxfuse.fusions._graph_arena import Arena, Captured, CaptureError, CudaArena, Key, Shelf, numerics
 from voxfuse.fusions._weights import Weights
-from voxfuse.fusions.buckets import Axes, Buckets, common_length, part, shape
+from voxfuse.fusions.buckets import Axes, Buckets, common_length, shape
 from voxfuse.kernels._op import TALLIES, Run
 
 CapturePolicy = Literal["warmup", "first_use"]
@@ -158,7 +158,7 @@ class GraphRunner:
         if isinstance(found, str):
             self.count_miss(found)
             return self._uncaptured(tensors, lengths)
-        return self.replay(found, *tensors, lengths=lengths)
+        return self.replay(found, length, *tensors, lengths=lengths)
 
     def find(self, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> Captured | str:
         """The captured bucket of a call, captured now where the policy lets it, or why the call must run uncaptured."""
@@ -183,21 +183,31 @@ class GraphRunner:
         return f"no graph of {rows} rows × {key.bucket}: warm up inside voxfuse.capturing()"
 
     def replay(
-        self, found: Captured, *tensors: torch.Tensor, lengths: torch.Tensor | Sequence[int] | None = None
+        self,
+        found: Captured,
+        length: int,
+        *tensors: torch.Tensor | float,
+        lengths: torch.Tensor | Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Replay what ``find`` gave for the rows and length of these tensors; else as ``__call__``."""
-        length = common_length(tensors, self.inputs)
+        """Replay what ``find`` gave for the rows and this length of these tensors; else as ``__call__``.
+
+        An input without a length may be a number, which then is all of it.
+        """
         arena = found.shelf.arena
         with arena.lock:
             closed = found.shelf.closed
             if not closed:
                 with torch.no_grad(), arena.ordered():
-                    self._fill(found, tensors, length, lengths)
+                    filled = found.fill(length, tensors, lengths)
                     found.graph.replay()
-                    output = part(found.output, self._output, 0, length).clone(memory_format=torch.contiguous_format)
+                    output = filled.clone(memory_format=torch.contiguous_format)
         if closed:
             self.count_miss("its graph left while the call was under way")
-            return self._uncaptured(tensors, lengths)
+            whole = (
+                tensor if isinstance(tensor, torch.Tensor) else torch.full_like(static, tensor)
+                for static, tensor in zip(found.inputs, tensors, strict=True)
+            )
+            return self._uncaptured(list(whole), lengths)
         with self._lock:
             self.statistics.replays += 1
         TALLIES.add_all(found.counts)
@@ -230,27 +240,6 @@ class GraphRunner:
         if lengths is not None:
             lengths = torch.as_tensor(lengths, dtype=torch.int64, device=tensors[0].device)
         return self._call(self.owner, *tensors, lengths)
-
-    def _fill(
-        self,
-        found: Captured,
-        tensors: Sequence[torch.Tensor],
-        length: int,
-        lengths: torch.Tensor | Sequence[int] | None,
-    ) -> None:
-        for static, tensor, axes in zip(found.inputs, tensors, self.inputs, strict=True):
-            valid = part(static, axes, 0, length)
-            valid.copy_(tensor)
-            if found.filled > length and valid is not static:
-                part(static, axes, length, found.filled).zero_()
-        found.filled = length
-        if lengths is None:
-            found.lengths.fill_(length)
-        elif isinstance(lengths, torch.Tensor):
-            found.lengths.copy_(lengths)
-        else:
-            for row, valid_units in zip(found.lengths, lengths, strict=True):
-                row.fill_(valid_units)  # an argument of the launch: no copy from the host to wait for
 
     def _capture(self, key: Key) -> Captured | str:
         if self._foreign is not None:
@@ -302,7 +291,9 @@ class GraphRunner:
                 graph, output = shelf.arena.capture(call)
         if output.shape != shape(key.rows, self._output, key.bucket):
             raise ValueError(f"expected an output of axes {self._output}, got {list(output.shape)}")
-        return Captured(shelf, graph, inputs, lengths, output, counts.copy())
+        return Captured(
+            shelf, graph, inputs, lengths, output, counts.copy(), self.inputs, self._output, uniform=key.bucket
+        )
 
     def _refuse(self, key: Key, reason: str) -> str:
         self._refused[key] = reason, _block()

@@ -4,8 +4,8 @@ CausalHiFTGenerator.decode of CosyVoice3.
 Lengths are int64 [rows] on the device, valid mel frames (20 ms each at the released shapes). What lies behind a row's
 end stays out of the result: every convolution wider than one frame reads an input with a zero tail, as if padded by
 itself, and the spectrum of the source and the waveform end at the row's own length (kernels/stft.py). Padding of causal
-convolutions is cuDNN's, no copy (kernels/conv1d.py). The source is given from outside: upstream draws its noise, and
-mends it with ``cache_source``, before.
+convolutions is cuDNN's or written by what makes their input, no copy (kernels/_conv_plan.py). The source is given from
+outside: upstream draws its noise, and mends it with ``cache_source``, before.
 Source: decode in cosyvoice/hifigan/generator.py and chatterbox/models/s3gen/hifigan.py.
 """
 
@@ -27,8 +27,9 @@ from voxfuse.fusions.polyphase import factor, upsample
 from voxfuse.fusions.snake_conv_block import block_fault, snake_block
 from voxfuse.kernels._op import Run
 from voxfuse.kernels._packs import pack
+from voxfuse.kernels._phases import PLAIN
 from voxfuse.kernels._weight_norm import class_of
-from voxfuse.kernels.conv1d import conv_unsupported, convolved, packed_weight
+from voxfuse.kernels.conv1d import conv_unsupported, convolved_plain, packed_weight
 from voxfuse.kernels.istft import istft_limited
 from voxfuse.kernels.snake import snake
 from voxfuse.kernels.stft import stft_complex
@@ -84,16 +85,15 @@ def decode(
         if stage == hift.num_upsamples - 1:
             x = reflected(x)
         spoken = ends[stage]
-        x, _ = snake(x, up.bias, sources[stage].join(), None, spoken, x.shape[1], 1, 1, True, run=run)
+        x, _ = snake(x, up.bias, sources[stage].join(), None, spoken, x.shape[1], 1, *PLAIN, True, run=run)
         blocks = hift.resblocks[stage * hift.num_kernels : (stage + 1) * hift.num_kernels]
         first, *others = [functools.partial(snake_block, block, x, spoken, run) for block in blocks]
         forks = [Fork(other, lane) for other, lane in zip(others, lanes[1:], strict=True)]
         parts = [first(), *(fork.join() for fork in forks)]
     post = hift.conv_post
     weight = packed_weight(post, out_channels=-(-post.out_channels // OUT_MULTIPLE) * OUT_MULTIPLE)
-    frames = parts[0].shape[1]
-    x = convolved(post, mean_activated(parts, spoken, LAST_SLOPE, run), weight, "taps_first")
-    x = (x[:, :frames, : post.out_channels] + post.bias).transpose(1, 2)
+    x = convolved_plain(post, mean_activated(parts, spoken, LAST_SLOPE, run), weight, "taps_first")
+    x = (x[:, :, : post.out_channels] + post.bias).transpose(1, 2)
     magnitude, phase = x.split(hift.istft_params["n_fft"] // 2 + 1, dim=1)
     return istft_limited(magnitude, phase, window, spoken, hop, MAX_MAGNITUDE, float(hift.audio_limit), run=run)
 
@@ -103,9 +103,9 @@ def _mel_features(
 ) -> torch.Tensor:
     """conv_pre of mel [rows, bins, frames], channels last, the tail zero before and behind."""
     pre, frames = hift.conv_pre, mel.shape[2]
-    x, _ = snake(mel.transpose(1, 2), None, None, None, lengths, frames, 1, 1, True, run=run)
-    x = convolved(pre, x, packed_weight(pre), "taps_last")
-    x, _ = snake(x, pre.bias, None, None, spoken, frames, 1, 1, True, run=run)
+    x, _ = snake(mel.transpose(1, 2), None, None, None, lengths, frames, 1, *PLAIN, True, run=run)
+    x = convolved_plain(pre, x, packed_weight(pre), "taps_last")
+    x, _ = snake(x, pre.bias, None, None, spoken, frames, 1, *PLAIN, True, run=run)
     return x
 
 
@@ -117,7 +117,7 @@ def _source_branch(
     weight = folded_weight(down)
     assert weight is not None, "asked before: fault"
     x = F.conv1d(spectrum, weight, None, down.stride, _down_padding(down)).transpose(1, 2)
-    x, _ = snake(x, down.bias, None, None, lengths, x.shape[1], 1, 1, True, run=run)
+    x, _ = snake(x, down.bias, None, None, lengths, x.shape[1], 1, *PLAIN, True, run=run)
     return snake_block(hift.source_resblocks[stage], x, lengths, run)
 
 

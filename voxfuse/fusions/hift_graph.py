@@ -166,10 +166,8 @@ class Runners(Beside):
                 return found
             audio = self._uncaptured(hift, mel, source, lengths, max(held_back - 1, 0))
         else:
-            tensors = [mel, source]
-            if look_ahead(hift):
-                tensors.append(mel.new_full((mel.shape[0], 1), max(held_back - 1, 0)))
-            audio = runner.replay(found, *tensors, lengths=lengths)
+            ahead = [max(held_back - 1, 0)] if look_ahead(hift) else []
+            audio = runner.replay(found, mel.shape[2], mel, source, *ahead, lengths=lengths)
         return audio[:, : audio.shape[1] - held_back * samples_per_frame(hift)] if held_back else audio
 
     def _uncaptured(

@@ -82,7 +82,8 @@ class SourceRunners(Beside):
         if isinstance(found, str):
             runner.count_miss(found)
             return found
-        source = runner.replay(found, mel, *hift_source.draw(hift, rows, frames, mel.device), lengths=lengths)
+        drawn = hift_source.draw(hift, rows, frames, mel.device)
+        source = runner.replay(found, frames, mel, *drawn, lengths=lengths)
         _, _, samples = hift_source.noise_shape(hift, 1, frames - ahead)
         return source[:, :, :samples]
 
@@ -112,9 +113,10 @@ def unsuited(hift: Any, mel: torch.Tensor, ahead: int) -> str | None:
         return "autocast is on"
     if hift.training or predictor.training:
         return "the model is in training mode"
-    parts = mel, *predictor.parameters(), *hift.m_source.parameters()
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in parts):
-        return "a gradient is needed; call under torch.no_grad() or torch.inference_mode()"
+    if torch.is_grad_enabled():
+        parts = mel, *predictor.parameters(), *hift.m_source.parameters()
+        if any(tensor.requires_grad for tensor in parts):
+            return "a gradient is needed; call under torch.no_grad() or torch.inference_mode()"
     return None
 
 

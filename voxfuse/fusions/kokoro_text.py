@@ -200,7 +200,7 @@ class TextRunners:
             tokens.count_miss(found)
             return found
         voice, style = ref_s[:, :STYLE], ref_s[:, STYLE:]
-        encoded = tokens.replay(found, input_ids.to(ref_s.dtype), style)
+        encoded = tokens.replay(found, count, input_ids.to(ref_s.dtype), style)
         pred_dur = torch.round(encoded[:, -1] / speed).clamp(min=1).long().squeeze()
         indices = torch.repeat_interleave(torch.arange(count, device=ref_s.device), pred_dur)
         en, asr, _ = encoded.index_select(2, indices).split(_split(model), dim=1)
@@ -215,7 +215,7 @@ class TextRunners:
             frames.count_miss(found)
             curves: tuple[torch.Tensor, ...] = predictor.F0Ntrain(en, style)
             return curves
-        return frames.replay(found, en, style).unbind(1)
+        return frames.replay(found, en.shape[2], en, style).unbind(1)
 
     def _stages(self, model: Any) -> tuple[GraphRunner, GraphRunner] | str:
         with self._lock:

@@ -56,7 +56,8 @@ def _repeating_unsupported(conv: Any) -> str | None:
 
 def factor(conv: Any) -> int:
     """By how much a convolution without ``unsupported`` multiplies the frames."""
-    return conv.stride[0] if class_of(conv) is nn.ConvTranspose1d else int(conv.upsample.scale_factor)
+    # The class below a parametrisation is a base of the module's: no need to look for it at every call.
+    return conv.stride[0] if isinstance(conv, nn.ConvTranspose1d) else int(conv.upsample.scale_factor)
 
 
 def frames_in_front(conv: Any) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from voxfuse.kernels._op import Run
-from voxfuse.kernels.conv1d import conv_unsupported, convolved, fastest, packed_weight
+from voxfuse.kernels._phases import PLAIN
+from voxfuse.kernels.conv1d import conv_unsupported, convolved, planned
 from voxfuse.kernels.moments import FLOAT_TYPES
 from voxfuse.kernels.snake import EPS, snake
 from voxfuse.records import Fusion, FusionPattern
@@ -76,18 +77,17 @@ def snake_block(block: Any, x: torch.Tensor, lengths: torch.Tensor | None, run: 
 
     The result is contiguous and zero behind each row's valid length, whatever x holds there.
     """
-    frames = x.shape[1]
+    rows, frames, _ = x.shape
     snakes = [part.alpha for pair in zip(block.activations1, block.activations2, strict=True) for part in pair]
     convolutions = [conv for pair in zip(block.convs1, block.convs2, strict=True) for conv in pair]
-    dilations = [conv.dilation[0] for conv in convolutions]
-    _, y = snake(x, None, None, snakes[0], lengths, frames, 1, dilations[0], False, run=run)
-    for i, (conv, d) in enumerate(zip(convolutions, dilations, strict=True)):
-        weight = packed_weight(conv)
-        y = convolved(conv, y, weight, fastest(y.shape[0], y.shape[2], weight.shape[1], d))
+    plans, layouts = zip(*(planned(conv, rows, frames) for conv in convolutions), strict=True)
+    _, y = snake(x, None, None, snakes[0], lengths, frames, 1, *layouts[0], False, run=run)
+    for i, (conv, plan) in enumerate(zip(convolutions, plans, strict=True)):
+        y, d = convolved(conv, y, plan), conv.dilation[0]
         if i % 2 == 0:
-            _, y = snake(y, conv.bias, None, snakes[i + 1], lengths, frames, d, dilations[i + 1], False, run=run)
+            _, y = snake(y, conv.bias, None, snakes[i + 1], lengths, frames, d, *layouts[i + 1], False, run=run)
         elif i + 1 < len(convolutions):
-            x, y = snake(y, conv.bias, x, snakes[i + 1], lengths, frames, d, dilations[i + 1], True, run=run)
+            x, y = snake(y, conv.bias, x, snakes[i + 1], lengths, frames, d, *layouts[i + 1], True, run=run)
         else:
-            x, _ = snake(y, conv.bias, x, None, lengths, frames, d, 1, True, run=run)
+            x, _ = snake(y, conv.bias, x, None, lengths, frames, d, *PLAIN, True, run=run)
     return x

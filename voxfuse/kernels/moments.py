@@ -1,10 +1,10 @@
 """What stands after a convolution, in one pass: y = x + bias + residual, and the moments of y for the next AdaIN.
 
-Layouts: x [rows, at least ``frames`` frames, channels] in ``phases`` phases (``_phases``; exactly the padded frames
-where there are several), residual [rows, frames, channels], any strides; bias [channels]; y [rows, frames, channels]
-contiguous, zero behind each row's valid length (``lengths`` [rows]; all frames for None). Moments [rows, chunks, 2,
-channels] in fp32: mean, and sum of squared deviations from it, of each chunk of ``chunk_frames(frames)`` frames, as far
-as they are valid. The moments are those of y as it was rounded to its type.
+Layouts: x [rows, at least ``frames`` frames, channels] in ``phases`` phases of equal length (``_phases``), residual
+[rows, frames, channels], any strides; bias [channels]; y [rows, frames, channels] contiguous, zero behind each row's
+valid length (``lengths`` [rows]; all frames for None). Moments [rows, chunks, 2, channels] in fp32: mean, and sum of
+squared deviations from it, of each chunk of ``chunk_frames(frames)`` frames, as far as they are valid. The moments are
+those of y as it was rounded to its type.
 Contract: same-precision. Arithmetic in fp32, one rounding where eager rounds after each of the two additions. Moments
 by Welford (1962), merged without cancellation. Envelope: fp32, fp16, bf16, one type for all tensors; inference only.
 Source: ``xt + x`` around the convolutions of AdaINResBlock1 in kokoro/istftnet.py, and the statistics of its AdaIN1d.
@@ -105,6 +105,14 @@ def neighbours_unsupported(
     return None
 
 
+def phases_unsupported(x: torch.Tensor, frames: int, phases: int) -> str | None:
+    """Why x [rows, frames, channels] does not hold ``frames`` in phases of equal length, or None."""
+    least = padded_frames(frames, phases)
+    if phases > 1 and (x.shape[1] % phases or x.shape[1] < least):
+        return f"x must have {phases} phases alike of together at least {least} frames, got {x.shape[1]} frames"
+    return None
+
+
 def _span(x: torch.Tensor, frames: int) -> int:
     return frames * x.stride(1) + x.shape[2] * x.stride(2)
 
@@ -120,8 +128,8 @@ def unsupported(
     """Why a call is outside the envelope, or None."""
     if x.dim() != 3 or x.shape[1] < frames:
         return f"x must be [rows, at least {frames} frames, channels], got {tuple(x.shape)}"
-    if phases > 1 and x.shape[1] != padded_frames(frames, phases):
-        return f"x in {phases} phases must have {padded_frames(frames, phases)} frames, got {x.shape[1]}"
+    if (reason := phases_unsupported(x, frames, phases)) is not None:
+        return reason
     if x.dtype not in FLOAT_TYPES:
         return f"x must be fp32, fp16 or bf16, got {x.dtype}"
     if _span(x, x.shape[1]) >= MAX_ROW_ELEMENTS:
@@ -189,7 +197,7 @@ def _launch(
             rows * chunks * triton.cdiv(channels, BLOCK_CHANNELS),
             (x, y, moments, bias, residual, lengths),
             (
-                *(channels, frames, chunk_frames(frames), chunks, padded_frames(frames, phases) // phases),
+                *(channels, frames, chunk_frames(frames), chunks, x.shape[1] // phases),
                 *x.stride(),
                 *((0, 0, 0) if residual is None else residual.stride()),
             ),

@@ -18,7 +18,6 @@ Source: the projections of Qwen2Attention, Qwen2MLP and their copies in transfor
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,21 +28,17 @@ from voxfuse.kernels._math import exponential
 from voxfuse.kernels._op import fused_op
 from voxfuse.kernels._rounding import add_rn, mul_rn, narrowed, target
 from voxfuse.kernels._rows import leading, power_of_two
+from voxfuse.kernels._skinny_choice import GATED, LINEAR, type_class
 from voxfuse.kernels._skinny_gemm import normed, prefetch, row_sums, tile_sums, with_bias
 from voxfuse.kernels._triton import tl, triton
 from voxfuse.kernels._tuned import BLOCK_OPTIONS, Options, options
 from voxfuse.kernels.rmsnorm import FLOAT_TYPES
 
-LINEAR = "skinny_linear"  # operations of the table
-GATED = "skinny_swiglu"
 MAX_ROWS = 16
 CLASSES = (512, 1024, 2048, 4096, 8192)  # of K
 LANES, VECTOR_BYTES = 32, 16  # of a warp, and of a thread's load
 FP32_CHAIN = 16  # products that fp32 adds one by one: more, and the error leaves the last place
 HOST_PROCESSORS = 4  # in the interpreter
-# Up to how many rows the kernel with its neighbours was faster than cuBLAS with theirs, by (operation, type, N, K);
-# lines as scripts/gpu_gemm.py prints them. Nothing is measured yet, so cuBLAS runs everywhere.
-MOST_ROWS: dict[tuple[str, str, int, int], int] = {}
 
 
 @triton.jit
@@ -177,17 +172,6 @@ def swiglu_reference(
     if norm_weight is not None:
         x = rmsnorm.reference(x, norm_weight, eps, order)
     return F.silu(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
-
-
-def type_class(dtype: torch.dtype) -> Literal["fp32", "half"]:
-    """What a type costs: fp16 and bf16 alike."""
-    return "fp32" if dtype == torch.float32 else "half"
-
-
-def fastest(rows: int, weight: torch.Tensor, operation: str = LINEAR) -> Literal["skinny", "cublas"]:
-    """What to run a projection of so many rows with, as measured."""
-    most = MOST_ROWS.get((operation, type_class(weight.dtype), *weight.shape), 0)
-    return "skinny" if rows <= most else "cublas"
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch
 from voxfuse.fusions.registry import fusion
 from voxfuse.kernels._op import Run
 from voxfuse.kernels.adain import adain_act
-from voxfuse.microbench import decode_arms, peers, vocoder_arms
+from voxfuse.microbench import decode_arms, peers, step_arms, vocoder_arms
 from voxfuse.microbench.ceilings import copy_bytes_per_s, rotation
 from voxfuse.microbench.judge import NO_MORE_THAN_EAGER, Contest, compulsory_bytes
 from voxfuse.microbench.operation import Judged, Operation, around, smooth
@@ -44,7 +44,19 @@ OPERATIONS: dict[str, Operation] = {
     "adain_leaky_relu": Operation(adain_act, adain_inputs, "AdaIN with LeakyReLU"),
     **vocoder_arms.OPERATIONS,
     **decode_arms.OPERATIONS,
+    **step_arms.OPERATIONS,
 }
+
+
+def operation_of(fusion_name: str, case: Case) -> Operation:
+    """What is judged at a case of a fusion, which may have several kernels.
+
+    Raises KeyError where nobody has said how it is judged.
+    """
+    name = str(case.parameters.get("operation", fusion_name))
+    if name not in OPERATIONS:
+        raise KeyError(f"no micro arms for {name!r}; add an entry to voxfuse.microbench.arms.OPERATIONS")
+    return OPERATIONS[name]
 
 
 @torch.no_grad()
@@ -64,9 +76,7 @@ def contest(
     measured here. Forgets what torch.compile has compiled so far: each case is compiled for its shape.
     Raises KeyError where nobody has said how the fusion is judged.
     """
-    if fusion_name not in OPERATIONS:
-        raise KeyError(f"no micro arms for fusion {fusion_name!r}; add an entry to voxfuse.microbench.arms.OPERATIONS")
-    operation = OPERATIONS[str(case.parameters.get("operation", fusion_name))]  # a fusion may have several kernels
+    operation = operation_of(fusion_name, case)
     op = operation.op
     if operation.of_modules:
         op = cast(Callable[[Case, torch.device], Judged], op)(case, device)
@@ -80,7 +90,8 @@ def contest(
     bounds = {**ceilings, "copy_bytes_per_s": copy_bytes_per_s(clock, footprint, device)}
     if flop:
         bounds["flop_per_s"] = ceilings[f"peak_{operation.precision}_flop_per_s"]
-    compiled = torch.compile(op.reference, dynamic=False, fullgraph=True, backend=compile_backend)
+    plain = operation.compilable or op.reference
+    compiled = torch.compile(plain, dynamic=False, fullgraph=True, backend=compile_backend)
     return Contest(
         fusion=fusion(fusion_name),
         case=case,

@@ -12,7 +12,7 @@ import torch
 
 from voxfuse.fusions.registry import fusion
 from voxfuse.kernels._op import Run, backend_unavailable
-from voxfuse.microbench.arms import OPERATIONS, contest
+from voxfuse.microbench.arms import contest, operation_of
 from voxfuse.microbench.cases import JudgedCase, load_cases, stacks_with_cases
 from voxfuse.microbench.ceilings import machine_ceilings
 from voxfuse.microbench.judge import judge
@@ -130,7 +130,7 @@ def run(
             machine = machine or machine_ceilings(clock, bench.device)
             how = Run(bench.backend, "bench")
             made = contest(judged.fusion, judged.case, bench.device, clock, how, machine, bench.compile_backend)
-            by_wall = OPERATIONS[judged.fusion].timed == "wall" and bench.device.type == "cuda"
+            by_wall = operation_of(judged.fusion, judged.case).timed == "wall" and bench.device.type == "cuda"
             verdict = judge(made, WallClock() if by_wall else clock, environment, pairs=bench.pairs)
             keep(verdict)
             expected_s = max(time.monotonic() - begin, 0.7 * expected_s)
@@ -146,7 +146,7 @@ def tiny(cases: Iterable[JudgedCase]) -> list[JudgedCase]:
 
 
 def _tiny(case: Case) -> Case:
-    if case.stack == "transformers":  # decode cases are small as they are
+    if case.stack == "transformers" or "x" not in case.tensors:  # decode cases are small as they are
         return case
     *outer, _ = case.tensors["x"].shape
     frames = 2 * int(case.parameters["scale"]) if "scale" in case.parameters else DRY_FRAMES

@@ -58,17 +58,21 @@ def projection_inputs(case: Case, generator: torch.Generator) -> Inputs:
     return x, *weights, *given, norm, float(case.parameters["eps"]), str(case.parameters["order"])
 
 
-def small_attention_inputs(case: Case, generator: torch.Generator) -> Inputs:
-    """The arguments of small_attention, with every slot but the last held: the longest that a step sees."""
+def cached_rope_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """The arguments of qk_norm_rope_cached, with every slot but the last held: the longest that a step sees."""
     tensors = case.tensors
     q, k, v, *caches = (around(0.0, 1.0, tensors[name], generator) for name in ("q", "k", "v", "k_cache", "v_cache"))
     slots = torch.full(tensors["slots"].shape, caches[0].shape[2] - 1, device=generator.device)
     angle = 3 * torch.randn(tensors["cos"].shape, generator=generator, device=generator.device)
     tables = (table.to(q.dtype) for table in (angle.cos(), angle.sin()))
-    weights = (around(1.0, 0.3, tensors[name], generator) for name in ("q_weight", "k_weight"))
-    scale = float(case.parameters["scale"])
+    weights = [around(1.0, 0.3, tensors[n], generator) if n in tensors else None for n in ("q_weight", "k_weight")]
     norm = float(case.parameters["eps"]), "cast_then_scale"
-    return q, k, v, *caches, slots, *tables, *weights, *norm, "half", [], False, False, scale
+    return q, k, v, *caches, slots, *tables, *weights, *norm, "half", [], False, False
+
+
+def small_attention_inputs(case: Case, generator: torch.Generator) -> Inputs:
+    """The arguments of small_attention."""
+    return *cached_rope_inputs(case, generator), float(case.parameters["scale"])
 
 
 def liger(function: str, module: str, arguments: Callable[..., Inputs]) -> Peer:

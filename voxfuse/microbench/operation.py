@@ -34,7 +34,8 @@ class Operation:
     ``what`` names the operation where a library has none. ``flop`` counts the arithmetic of a call that could be bound
     by it (None: memory bounds it at every shape), in ``precision``, one of ``ceilings.MATMULS``. ``timed`` "wall" is
     for an eager chain that waits for the device and so cannot be captured. ``compared`` maps an output to what is held
-    against the oracle, where different outputs mean the same.
+    against the oracle, where different outputs mean the same. ``compilable`` is what torch.compile gets where the eager
+    chain waits for the device: the same outputs without waits.
     """
 
     op: Judged | Callable[[Case, torch.device], Judged]
@@ -46,6 +47,7 @@ class Operation:
     of_modules: bool = False
     timed: Literal["graph", "wall"] = "graph"
     compared: Callable[[torch.Tensor], torch.Tensor] | None = None
+    compilable: Callable[..., torch.Tensor] | None = None
 
 
 def smooth(signature: TensorSignature, generator: torch.Generator) -> torch.Tensor:

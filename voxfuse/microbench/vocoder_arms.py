@@ -13,6 +13,7 @@ from torch import nn
 
 from voxfuse.fusions import adain_conv_block, snake_conv_block
 from voxfuse.kernels._op import Run
+from voxfuse.kernels._phases import PLAIN
 from voxfuse.kernels.held_source import held_source
 from voxfuse.kernels.istft import istft_polar
 from voxfuse.kernels.sine_source import sine_source
@@ -165,7 +166,7 @@ class SnakePass:
     def __call__(self, *args: Any, run: Run) -> torch.Tensor:
         """The fused pass."""
         x, bias, alpha, residual = args
-        return snake(x, bias, residual, alpha, None, x.shape[1], 1, 1, residual is not None, run=run)[1]
+        return snake(x, bias, residual, alpha, None, x.shape[1], 1, *PLAIN, residual is not None, run=run)[1]
 
 
 def snake_inputs(case: Case, generator: torch.Generator) -> Inputs:
