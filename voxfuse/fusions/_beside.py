@@ -37,7 +37,8 @@ def _none_foreign(_: nn.Module) -> None:
 def _ruled_out(
     foreign: Callable[[nn.Module], str | None], fault: Callable[[Any], str | None], module: nn.Module
 ) -> str | None:
-    return foreign(module) or fault(module)
+    with torch.no_grad():  # asked of its structure
+        return foreign(module) or fault(module)
 
 
 class Beside(ABC):
@@ -51,7 +52,8 @@ class Beside(ABC):
         arena: Callable[[torch.device], Arena] = CudaArena,
         foreign: Callable[[nn.Module], str | None] = _none_foreign,
     ) -> None:
-        self._run, self._capture, self._arena, self._foreign = run, capture, arena, foreign
+        self._run, self._capture, self._arena = run, capture, arena
+        self.ruled_out = functools.partial(_ruled_out, foreign, self._fault)  # no reference back to here
         self._held: WeakKeyDictionary[nn.Module, GraphRunner] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -68,10 +70,7 @@ class Beside(ABC):
         with self._lock:
             held = self._held.get(module)
             if held is None:
-                ruled_out = functools.partial(_ruled_out, self._foreign, self._fault)  # no reference back to here
-                with torch.no_grad():  # asked of its structure
-                    reason = ruled_out(module)
-                if reason is not None:
+                if (reason := self.ruled_out(module)) is not None:
                     return reason
                 graphs = self._graphs(module)
                 *inputs, output = graphs.axes
@@ -86,6 +85,6 @@ class Beside(ABC):
                     capture=self._capture,
                     arena=self._arena,
                     weights=graphs.weights,
-                    foreign=ruled_out,
+                    foreign=self.ruled_out,
                 )
             return held

@@ -16,7 +16,7 @@ from voxfuse.fusions import hift as hift_decoder
 from voxfuse.fusions._beside import Beside, Graphs
 from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, Buckets, Length
-from voxfuse.fusions.graph_runner import HOOKED, no_graphs
+from voxfuse.fusions.graph_runner import HOOKED, OUTER_CAPTURE, no_graphs
 from voxfuse.fusions.hift import look_ahead, samples_per_frame
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.kernels._weight_norm import hooked
@@ -27,13 +27,14 @@ HIFT_GRAPH = Fusion(
     stacks=("cosyvoice2", "cosyvoice3", "chatterbox"),
     operations=("decode", "stft", "istft"),
     contract="same-precision",
-    envelope="fp32 on a CUDA GPU, inference without autocast, 1 to 16 rows, 1 to 2048 mel frames, buckets captured "
-    "before",
+    envelope="fp32 on a CUDA GPU, inference without autocast; from graphs 1 to 16 rows of 1 to 2048 mel frames in "
+    "buckets captured before, else the same code without a graph",
     kernels=("conv1d", "snake", "mean_act", "stft", "istft"),
     graph=True,
     patterns=(
         FusionPattern(modules=("HiFTGenerator",)),
         FusionPattern(modules=("CausalHiFTGenerator",)),
+        FusionPattern(modules=("ResBlock", "Snake")),  # ``decode`` is no call of the generator: its blocks are seen
     ),
 )
 BUCKETS = Buckets(rows=tuple(range(1, 17)))
@@ -74,7 +75,8 @@ class Runners(Beside):
         lengths: torch.Tensor | Sequence[int] | None = None,
         finalize: bool = True,
     ) -> torch.Tensor | str:
-        """decode by replay, or the reason why not; either is counted on the receipt.
+        """decode by replay, or where there is no graph (rows, length, memory, not warmed up) by the same code without
+        one, or the reason why upstream's code must run; the last two are counted as fallbacks with their reason.
 
         mel [rows, bins, frames], source [rows, 1, samples]; ``lengths`` [rows]: valid mel frames, for batches of mixed
         lengths, each row then ending as alone, zero behind. Upstream has no such thing. ``finalize`` False, of a causal
@@ -93,8 +95,23 @@ class Runners(Beside):
         audio = runner.attempt(mel.shape[2], mel, source, *ahead, lengths=lengths)
         if isinstance(audio, str):
             runner.count_miss(audio)
-            return audio
+            if audio is OUTER_CAPTURE or self.ruled_out(hift) is not None:
+                return audio
+            audio = self._uncaptured(hift, mel, source, lengths, max(held_back - 1, 0))
         return audio[:, : audio.shape[1] - held_back * samples_per_frame(hift)] if held_back else audio
+
+    def _uncaptured(
+        self,
+        hift: nn.Module,
+        mel: torch.Tensor,
+        source: torch.Tensor,
+        lengths: torch.Tensor | Sequence[int] | None,
+        ahead: int,
+    ) -> torch.Tensor:
+        valid = None if lengths is None else torch.as_tensor(lengths, dtype=torch.int64, device=mel.device)
+        frames = torch.full((mel.shape[0],), ahead, device=mel.device) if ahead else None
+        with torch.no_grad():
+            return hift_decoder.decode(hift, mel, source, valid, self._run, frames)
 
 
 def _before(hift: nn.Module) -> list[str]:

@@ -61,6 +61,15 @@ def _pack(module: torch.nn.Module, name: str, sources: Sequence[torch.Tensor], b
         return held[1]
     with torch.no_grad():
         built = build()
+    _finish(sources)
     with _lock:
         _packs.setdefault(module, {})[name] = (key, built, [source.untyped_storage() for source in sources])
     return built
+
+
+def _finish(sources: Sequence[torch.Tensor]) -> None:
+    """Wait until what this thread's stream packs is there: from now on other streams read it."""
+    for device in {source.device for source in sources if source.is_cuda}:
+        with torch.cuda.device(device):
+            if not torch.cuda.is_current_stream_capturing():  # somebody else's capture, which a wait would end
+                torch.cuda.current_stream().synchronize()
