@@ -14,9 +14,15 @@ import torch
 from voxfuse.kernels._gluon import barrier, gl, gluon, hopper
 from voxfuse.kernels._math import sin_squared
 from voxfuse.kernels._rounding import round_tf32
+from voxfuse.kernels._tuned import Options
+from voxfuse.kernels.moments import FLOAT_TYPES, MAX_ROW_ELEMENTS
 
 ROW_BYTES = 128
-MULTIPROCESSOR_SHARED_BYTES = 227 * 1024
+MULTIPROCESSOR_BYTES = 228 * 1024  # of shared memory
+PROGRAM_BYTES = 1024  # that every program takes beside what it asks for
+MAX_STAGES = 4
+MAX_TAPS = 15
+MAX_HALO = 64  # frames that a tile holds beyond M
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
@@ -28,18 +34,43 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return weight.reshape(out_channels, taps, in_channels // chunk, chunk).permute(1, 2, 0, 3).contiguous()
 
 
-def hopper_unsupported(x: torch.Tensor) -> str | None:
-    """Why these kernels cannot read x [rows, frames, channels], or None."""
+def halo_frames(span: int) -> int:
+    """Rows of a tile beyond M: a power of two from 8 on, so that blocks start where the swizzle's pattern does."""
+    return max(8, 1 << (span - 1).bit_length())
+
+
+def configuration(channels: int, n: int, element_bytes: int, halo: int) -> tuple[int, int, Options]:
+    """(M, STAGES, launch options) for a tile of so many channels and products of n: two programs a multiprocessor where
+    registers allow for it, and as many slots as fit beside the tile."""
+    row_bytes = channels * element_bytes
+    programs = 2 if row_bytes <= 256 else 1
+    m = 256 if row_bytes <= 512 else 128
+    slots = (MULTIPROCESSOR_BYTES // programs - PROGRAM_BYTES - (m + halo) * row_bytes) // (n * ROW_BYTES)
+    options = (("num_warps", 8), ("maxnreg", 128)) if programs == 2 else (("num_warps", 8),)
+    return m, min(slots, MAX_STAGES), options
+
+
+def unsupported_by_hopper(x: torch.Tensor, weight: torch.Tensor, tiles: torch.Tensor, dilation: int) -> str | None:
+    """Why these functions cannot convolve x [rows, frames, in] with weight [..., out, taps, in], or None."""
     if hopper is None:
-        return "needs Gluon (Triton 3.6 or newer, not interpreted)"
-    if x.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return "needs Gluon: Triton 3.6 or newer, not interpreted"
+    if x.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(x.device) != (9, 0):
         return "needs a GPU of compute capability 9.0"
-    if x.dim() != 3 or x.stride(2) != 1 or any(step * x.element_size() % 16 for step in x.stride()[:2]):
-        return f"x must be [rows, frames, channels] with frames at 16 bytes, got {tuple(x.shape)}, strides {x.stride()}"
-    if x.data_ptr() % 16:
-        return "x must start at a multiple of 16 bytes"
+    if x.dtype not in FLOAT_TYPES or weight.dtype != x.dtype or tiles.dtype != x.dtype:
+        return f"dtypes must be one of fp32, fp16 and bf16, the same for all, got {x.dtype} and {weight.dtype}"
     if x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:
-        return "fp32 is multiplied as TF32, which torch.backends.cudnn.allow_tf32 rules out"
+        return "torch.backends.cudnn.allow_tf32 is off, and fp32 is multiplied as TF32"
+    if x.dim() != 3 or x.stride(2) != 1 or x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:2]):
+        return f"x must be [rows, frames, channels] with frames at 16 bytes, got {tuple(x.shape)}, strides {x.stride()}"
+    if x.shape[1] * x.stride(1) >= MAX_ROW_ELEMENTS:
+        return f"a row must span fewer than 2^31 elements, got {x.shape[1]} frames at stride {x.stride(1)}"
+    taps = weight.shape[-2]
+    if weight.shape[-1] != x.shape[2] or taps % 2 == 0 or taps > MAX_TAPS:
+        return f"weight must be [..., out, odd taps up to {MAX_TAPS}, {x.shape[2]}], got {tuple(weight.shape)}"
+    if dilation < 1 or dilation * (taps - 1) > MAX_HALO:
+        return f"taps must span at most {MAX_HALO + 1} frames, got {taps} taps with dilation {dilation}"
+    if tiles.numel() != weight.numel() or not tiles.is_contiguous():
+        return f"tiles must be packed from the weight, got {tuple(tiles.shape)} for {tuple(weight.shape)}"
     return None
 
 

@@ -23,15 +23,23 @@ import torch
 import torch.nn.functional as F
 
 from voxfuse.kernels._gluon import barrier, gl, gluon
-from voxfuse.kernels._hopper_conv import convolve, fetch, hopper_unsupported, operand, packed, snake_of, stage_frames
+from voxfuse.kernels._hopper_conv import (
+    configuration,
+    convolve,
+    fetch,
+    halo_frames,
+    operand,
+    packed,
+    snake_of,
+    stage_frames,
+    unsupported_by_hopper,
+)
 from voxfuse.kernels._launch import launch
 from voxfuse.kernels._op import fused_op
-from voxfuse.kernels.moments import FLOAT_TYPES, MAX_ROW_ELEMENTS, valid_frames
+from voxfuse.kernels.moments import valid_frames
+from voxfuse.kernels.snake import EPS
 
-EPS = 1e-9  # upstream's no_div_by_zero
 CHANNELS = (64, 128)
-MAX_TAPS = 15
-MAX_HALO = 64  # frames that conv1 reads beyond those that it writes
 
 
 @gluon.jit(do_not_specialize=["T", "blocks"])
@@ -104,32 +112,20 @@ def unsupported(
     before2: int,
 ) -> str | None:
     """Why a call is outside the envelope, or None."""
-    if (reason := hopper_unsupported(x)) is not None:
+    if (reason := unsupported_by_hopper(x, weights, tiles, dilation)) is not None:
         return reason
-    rows, frames, channels = x.shape
-    if channels not in CHANNELS:
-        return f"expected {' or '.join(map(str, CHANNELS))} channels, got {channels}"
+    rows, _, channels = x.shape
     taps = weights.shape[2]
-    if weights.shape != (2, channels, taps, channels) or taps % 2 == 0 or taps > MAX_TAPS:
-        return f"weights must be [2, {channels}, odd taps up to {MAX_TAPS}, {channels}], got {tuple(weights.shape)}"
-    if dilation < 1 or dilation * (taps - 1) > MAX_HALO:
-        return f"taps must span at most {MAX_HALO + 1} frames, got {taps} taps with dilation {dilation}"
+    if channels not in CHANNELS or weights.shape != (2, channels, taps, channels):
+        expected = " or ".join(map(str, CHANNELS))
+        return f"weights must be [2, channels, taps, channels] of {expected} channels, got {tuple(weights.shape)}"
     if not 0 <= before1 < taps or not 0 <= before2 < taps:
         return f"taps before the frame must be 0 to {taps - 1}, got {before1} and {before2}"
-    if (
-        any(part.dtype != x.dtype for part in (weights, tiles, alpha1, bias1, alpha2, bias2))
-        or x.dtype not in FLOAT_TYPES
-    ):
-        return f"dtypes must be one of fp32, fp16 and bf16, the same for all, got {x.dtype} and {weights.dtype}"
-    if tiles.numel() != weights.numel() or not tiles.is_contiguous():
-        return f"tiles must be what packed_pair makes of the weights, got {tuple(tiles.shape)}"
     for name, part in (("alpha1", alpha1), ("bias1", bias1), ("alpha2", alpha2), ("bias2", bias2)):
-        if part.shape != (channels,) or not part.is_contiguous():
-            return f"{name} must be contiguous [{channels}], got {tuple(part.shape)}"
+        if part.dtype != x.dtype or part.shape != (channels,) or not part.is_contiguous():
+            return f"{name} must be contiguous {x.dtype} [{channels}], got {part.dtype} {tuple(part.shape)}"
     if lengths is not None and (lengths.shape != (rows,) or not lengths.is_contiguous()):
         return f"lengths must be contiguous [{rows}], got {tuple(lengths.shape)}"
-    if frames * max(x.stride(1), channels) >= MAX_ROW_ELEMENTS:
-        return f"a row must span fewer than 2^31 elements, got {frames} frames at stride {x.stride(1)}"
     return None
 
 
@@ -165,13 +161,6 @@ def _fake(x: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def configuration(channels: int, element_bytes: int) -> tuple[int, int, tuple[tuple[str, int], ...]]:
-    """(M, STAGES, launch options). Two programs a multiprocessor where registers and shared memory allow for it."""
-    if channels * element_bytes <= 256:
-        return 256, 4, (("num_warps", 8), ("maxnreg", 128))
-    return 256, 3, (("num_warps", 8),)
-
-
 @fused_op(
     "snake_conv_pair",
     "(Tensor x, Tensor weights, Tensor tiles, Tensor alpha1, Tensor bias1, Tensor alpha2, Tensor bias2,"
@@ -199,7 +188,8 @@ def snake_conv_pair(
     if y.numel() == 0:
         return y
     taps = weights.shape[2]
-    m, stages, options = configuration(channels, x.element_size())
+    halo = halo_frames(dilation * (taps - 1))
+    m, stages, options = configuration(channels, channels, x.element_size(), halo)
     blocks = -(-frames // (m - taps + 1))
     launch(
         _pair_kernel,
@@ -207,12 +197,7 @@ def snake_conv_pair(
         (x, y, tiles, alpha1, bias1, alpha2, bias2, lengths),
         (frames, blocks, x.stride(0), x.stride(1), dilation, before1, before2),
         (),
-        (channels, taps, halo_frames(dilation * (taps - 1)), m, stages),
+        (channels, taps, halo, m, stages),
         options,
     )
     return y
-
-
-def halo_frames(span: int) -> int:
-    """Rows of a tile beyond M: a power of two from 8 on, so that blocks of channels start where the swizzle does."""
-    return max(8, 1 << (span - 1).bit_length())
