@@ -50,12 +50,19 @@ def configuration(channels: int, n: int, element_bytes: int, halo: int) -> tuple
     return m, min(slots, MAX_STAGES), options
 
 
-def unsupported_by_hopper(x: torch.Tensor, weight: torch.Tensor, tiles: torch.Tensor, dilation: int) -> str | None:
-    """Why these functions cannot convolve x [rows, frames, in] with weight [..., out, taps, in], or None."""
+def placement_fault(device: torch.device) -> str | None:
+    """Why these functions do not run there, or None."""
     if hopper is None:
         return "needs Gluon: Triton 3.6 or newer, not interpreted"
-    if x.device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(x.device) != (9, 0):
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
         return "needs a GPU of compute capability 9.0"
+    return None
+
+
+def unsupported_by_hopper(x: torch.Tensor, weight: torch.Tensor, tiles: torch.Tensor, dilation: int) -> str | None:
+    """Why these functions cannot convolve x [rows, frames, in] with weight [..., out, taps, in], or None."""
+    if (reason := placement_fault(x.device)) is not None:
+        return reason
     if x.dtype not in FLOAT_TYPES or weight.dtype != x.dtype or tiles.dtype != x.dtype:
         return f"dtypes must be one of fp32, fp16 and bf16, the same for all, got {x.dtype} and {weight.dtype}"
     if x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:
