@@ -44,7 +44,7 @@ def configuration(channels: int, n: int, element_bytes: int, halo: int) -> tuple
     registers allow for it, and as many slots as fit beside the tile."""
     row_bytes = channels * element_bytes
     programs = 2 if row_bytes <= 256 else 1
-    m = 256 if row_bytes <= 512 else 128
+    m = 256 if row_bytes <= 512 and (n <= 64 or programs == 1) else 128
     slots = (MULTIPROCESSOR_BYTES // programs - PROGRAM_BYTES - (m + halo) * row_bytes) // (n * ROW_BYTES)
     options = (("num_warps", 8), ("maxnreg", 128)) if programs == 2 else (("num_warps", 8),)
     return m, min(slots, MAX_STAGES), options

@@ -40,6 +40,31 @@ IN_CHANNELS = (64, 128, 256)
 MAX_N = 128  # out channels of a program
 
 
+@gluon.jit
+def _finish(
+    r, raw_ptr, y_ptr, bias_ptr, residual_ptr, alpha_ptr, first_frame, residual_offset, stride_rt, first, first_channel,
+    length, T, OUT: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """Bias, residual and Snake of products r [frames, channels], and what is written of them."""
+    layout: gl.constexpr = r.type.layout
+    t = first + gl.arange(0, r.shape[0], gl.SliceLayout(1, layout))
+    channel = first_channel + gl.arange(0, r.shape[1], gl.SliceLayout(0, layout))
+    written = (t < T)[:, None]
+    valid = (t < length)[:, None]
+    if bias_ptr is not None:
+        r += gl.load(bias_ptr + channel).to(gl.float32)[None, :]
+    if residual_ptr is not None:
+        source = residual_ptr + residual_offset + t[:, None] * stride_rt + channel[None, :]
+        r += gl.load(source, mask=valid, other=0.0).to(gl.float32)
+    r = gl.where(valid, r, 0.0)
+    if raw_ptr is not None:
+        gl.store(raw_ptr + first_frame * OUT + t[:, None] * OUT + channel[None, :], r.to(dtype), mask=written)
+    if y_ptr is not None:
+        y = snake_of(r, gl.load(alpha_ptr + channel).to(gl.float32)[None, :])
+        y = gl.where(valid, y, 0.0).to(dtype)
+        gl.store(y_ptr + first_frame * OUT + t[:, None] * OUT + channel[None, :], y, mask=written)
+
+
 @gluon.jit(do_not_specialize=["T", "blocks"])
 def _conv_kernel(
     x_ptr, raw_ptr, y_ptr, weight_ptr, alpha_in_ptr, bias_ptr, residual_ptr, alpha_out_ptr, lengths_ptr,
@@ -75,22 +100,12 @@ def _conv_kernel(
 
     r = gl.zeros([M, N], gl.float32, product)
     r = convolve(tile, ring, weight_ptr, 0, dilation, r, STEPS, STEPS, CHUNKS, M, ROWS, OUT, N, CHUNK, BITS)
-    t = first + gl.arange(0, M, gl.SliceLayout(1, product))
-    channel = first_channel + gl.arange(0, N, gl.SliceLayout(0, product))
-    written = (t < T)[:, None]
-    valid = (t < length)[:, None]
-    if bias_ptr is not None:
-        r += gl.load(bias_ptr + channel).to(gl.float32)[None, :]
-    if residual_ptr is not None:
-        source = residual_ptr + row * stride_rb + t[:, None] * stride_rt + channel[None, :]
-        r += gl.load(source, mask=valid, other=0.0).to(gl.float32)
-    r = gl.where(valid, r, 0.0)
-    if raw_ptr is not None:
-        gl.store(raw_ptr + row * T * OUT + t[:, None] * OUT + channel[None, :], r.to(dtype), mask=written)
-    if y_ptr is not None:
-        y = snake_of(r, gl.load(alpha_out_ptr + channel).to(gl.float32)[None, :])
-        y = gl.where(valid, y, 0.0).to(dtype)
-        gl.store(y_ptr + row * T * OUT + t[:, None] * OUT + channel[None, :], y, mask=written)
+    left, right = gl.split(gl.permute(gl.reshape(r, [M, 2, N // 2]), (0, 2, 1)))  # of one half at a time: registers
+    for half in gl.static_range(2):
+        _finish(
+            left if half == 0 else right, raw_ptr, y_ptr, bias_ptr, residual_ptr, alpha_out_ptr,
+            row * T, row * stride_rb, stride_rt, first, first_channel + half * (N // 2), length, T, OUT, dtype,
+        )  # fmt: skip
 
 
 def unsupported(
