@@ -20,7 +20,7 @@ STRIDES = {"stride_xb", "stride_xt", "stride_rb", "stride_rt"}
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 FIRST = {"raw_ptr": None, "alpha_in_ptr": None, "residual_ptr": None}  # what a block's first convolution leaves out
 SECOND = {"alpha_in_ptr": None}
-SPILLS = 96  # bytes a thread, once a program: columns' parameters around the epilogue; none in the loop over steps
+SPILLS = 256  # bytes a thread, all around an epilogue, once a program: none between the products
 CONFIGURATIONS = {  # channels, taps, dilation, type, pointers left out (None: a pair)
     "pair 64, 3 taps": (64, 3, 1, "fp32", None),
     "pair 64, 11 taps, dilation 5": (64, 11, 5, "fp32", None),

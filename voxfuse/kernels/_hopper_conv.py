@@ -30,7 +30,8 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     out_channels, taps, in_channels = weight.shape
     chunk = ROW_BYTES // weight.element_size()
     if weight.dtype == torch.float32:
-        weight = ((weight.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+        nearest = ((weight.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+        weight = torch.where(weight.isfinite(), nearest, weight)
     return weight.reshape(out_channels, taps, in_channels // chunk, chunk).permute(1, 2, 0, 3).contiguous()
 
 
