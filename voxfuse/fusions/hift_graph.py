@@ -33,7 +33,7 @@ HIFT_GRAPH = Fusion(
     contract="same-precision",
     envelope="fp32 on a CUDA GPU, inference without autocast, 1 to 16 rows, 1 to 2048 mel frames, buckets captured "
     "before",
-    kernels=("conv1d", "snake", "mean_act", "stft", "istft"),
+    kernels=("conv1d", "snake", "snake_conv_pair", "mean_act", "stft", "istft"),
     graph=True,
     patterns=(
         FusionPattern(modules=("HiFTGenerator",)),
