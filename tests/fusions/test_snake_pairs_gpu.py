@@ -93,14 +93,16 @@ def test_rows_of_mixed_lengths_with_nan_behind_them(hift, double, counted, poiso
         source[row, :, length * PER_FRAME :] = torch.nan
     audio = decode(hift, mel, source, torch.tensor(lengths, device="cuda"), run)
     assert (tally.calls, dict(tally.fallbacks)) == (DECODE_CALLS, {})
-    errors = []
+    exact, eager, fused = [], [], []
     for row, length in enumerate(lengths):
         one = mel[row : row + 1, :, :length], source[row : row + 1, :, : PER_FRAME * length]
-        exact = double.decode(*(part.double() for part in one))
-        found = audio[row : row + 1, : PER_FRAME * length]
-        errors.append([relative_rms(value, exact) for value in (hift.decode(*one), found)])
+        exact.append(double.decode(*(part.double() for part in one)))
+        eager.append(hift.decode(*one))
+        fused.append(audio[row : row + 1, : PER_FRAME * length])
+        assert relative_rms(fused[-1], exact[-1]) < 0.02
         assert torch.all(audio[row, PER_FRAME * length :] == 0)
-    as_precise(errors)
+    # of all samples together: cuDNN may take the shortest rows without TF32
+    as_precise([[relative_rms(torch.cat(values, 1), torch.cat(exact, 1)) for values in (eager, fused)]])
 
 
 def test_a_graph_takes_the_same_way(hift, double, counted):
@@ -111,7 +113,7 @@ def test_a_graph_takes_the_same_way(hift, double, counted):
         before = tally.calls
         replayed = graphs.decode(hift, mel, source)
         assert not isinstance(replayed, str), replayed
-        assert tally.calls - before >= DECODE_CALLS and not tally.fallbacks
+        assert (tally.calls - before, dict(tally.fallbacks)) == (DECODE_CALLS, {})
         exact = double.decode(x=mel.double(), s=source.double())
         errors.append([relative_rms(value, exact) for value in (hift.decode(mel, source), replayed)])
         assert torch.equal(graphs.decode(hift, mel, source), replayed), "a replay differs from itself"
@@ -119,14 +121,17 @@ def test_a_graph_takes_the_same_way(hift, double, counted):
 
 
 def test_blocks_patched_by_class(hift, double, stack):
-    mel, source = inputs(60)
-    exact, eager = double.decode(mel.double(), source.double()), hift.decode(mel, source)
-    with voxfuse.apply_patches(stack, include=["snake_conv_block"], policy="all") as patches:
-        fused = hift.decode(mel, source)
-        (receipt,) = (r for r in patches.receipts if r.fusion == "snake_conv_block" and r.status == "applied")
-    chains, pairs = 7 * 7, 5 * 3
-    assert chains + pairs <= receipt.calls <= chains + pairs + 5 and not receipt.fallbacks, "at most a copy a block"
-    as_precise([[relative_rms(value, exact) for value in (eager, fused)]])
+    errors = []
+    for frames in (60, 100, 250):
+        mel, source = inputs(frames)
+        exact, eager = double.decode(mel.double(), source.double()), hift.decode(mel, source)
+        with voxfuse.apply_patches(stack, include=["snake_conv_block"], policy="all") as patches:
+            fused = hift.decode(mel, source)
+            (receipt,) = (r for r in patches.receipts if r.fusion == "snake_conv_block" and r.status == "applied")
+        fewest = 7 * 7 + 5 * 3
+        assert fewest <= receipt.calls <= fewest + 5 and not receipt.fallbacks, "at most one copy a block"
+        errors.append([relative_rms(value, exact) for value in (eager, fused)])
+    as_precise(errors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -140,12 +145,14 @@ def test_blocks_of_few_frames_and_many_rows(stack, channels, taps, dtype, counte
             parameter.uniform_(0.3, 3)
     exact_block, block = copy.deepcopy(block).to(dtype).double(), block.to(dtype)
     errors = []
-    for rows, frames in ((33, 1), (2, 254), (3, 257), (1, 1003)):
+    for rows, frames in ((33, 1), (1, 2), (2, 254), (3, 257), (1, 1003), (33, 64)):
         x = torch.randn(rows, channels, frames, device="cuda", dtype=dtype)
-        exact = exact_block(x.double())
-        errors.append([relative_rms(value, exact) for value in (block(x), run_block(block, x, counted[0]))])
+        exact, fused = exact_block(x.double()), run_block(block, x, counted[0])
+        assert relative_rms(fused, exact) < (0.03 if dtype == torch.bfloat16 else 0.004)
+        if frames > 2:  # cuDNN may take so few without TF32
+            errors.append([relative_rms(value, exact) for value in (block(x), fused)])
     as_precise(errors)
-    assert (counted[1].calls, dict(counted[1].fallbacks)) == (4 * (1 + 3), {})
+    assert (counted[1].calls, dict(counted[1].fallbacks)) == (6 * (1 + 3), {})
 
 
 def test_a_block_is_one_compilation_with_lengths_and_one_without(stack, counted):
