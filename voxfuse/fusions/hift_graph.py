@@ -29,7 +29,7 @@ HIFT_GRAPH = Fusion(
     contract="same-precision",
     envelope="fp32 on a CUDA GPU, inference without autocast; from graphs 1 to 16 rows of 1 to 2048 mel frames in "
     "buckets captured before, else the same code without a graph",
-    kernels=("conv1d", "snake", "mean_act", "stft", "istft"),
+    kernels=("conv1d", "snake", "snake_conv_pair", "mean_act", "stft", "istft"),
     graph=True,
     patterns=(
         FusionPattern(modules=("HiFTGenerator",)),

@@ -56,6 +56,11 @@ FASTEST = {  # channels, taps: for one image, a few, many elements; µs there / 
     (128, 7): (LAST, FIRST, FIRST_2),  # 24; 24; 227 / 313
     (128, 11): (LAST, LAST, LAST),  # 33; 32; 304-318
 }
+# By channels, the most taps of two convolutions of a Snake block that one kernel (snake_conv_pair) does faster than the
+# chain with these plans, on the same H200. µs of a pair, chain → kernel, one row; sixteen rows (10 s of HiFT, fp32):
+#  64 channels: 3 taps 46 → 25; 650 → 347   7 taps 68 → 35; 870 → 478   11 taps 89 → 45; 1015 → 632 (dilation 5: 640)
+# 128 channels: 3 taps 43 → 36; 500 → 447   7 taps 59 → 57; 662 → 839   11 taps 77 → 74; 814 → 881
+MOST_TAPS_OF_A_PAIR = {64: 11, 128: 3}
 
 
 def fastest(rows: int, frames: int, channels: int, taps: int, dilation: int) -> Plan:
@@ -66,3 +71,8 @@ def fastest(rows: int, frames: int, channels: int, taps: int, dilation: int) -> 
     few = rows * dilation > ONE_IMAGE
     many = rows * frames * channels >= MANY_ELEMENTS
     return FASTEST[narrow, next((known for known in (3, 7) if taps <= known), 11)][2 if many else int(few)]
+
+
+def pair_wins(channels: int, taps: int) -> bool:
+    """Whether one kernel for a pair of convolutions was measured to be faster than cuDNN and ``snake``."""
+    return taps <= MOST_TAPS_OF_A_PAIR.get(channels, 0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from voxfuse.kernels._triton import INTERPRETED
+from voxfuse.kernels._triton import INTERPRETED, TRITON_VERSION
 
 try:
-    if INTERPRETED:
-        raise ImportError("Gluon has no interpreter")
+    if INTERPRETED or TRITON_VERSION is None or tuple(map(int, TRITON_VERSION.split(".")[:2])) < (3, 6):
+        raise ImportError("Gluon has no interpreter, and Triton 3.5's is another language")
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper

@@ -60,13 +60,24 @@ def placement_fault(device: torch.device) -> str | None:
     return None
 
 
+def _tf32_allowed() -> bool:
+    """Asked of cuDNN's convolutions alone: ``cudnn.allow_tf32`` raises where RNNs are set otherwise."""
+    return bool(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
+
+
+@torch.compiler.assume_constant_result  # Dynamo cannot trace these questions
+def suits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether these functions run on a device in a type: what is known without the shapes."""
+    return placement_fault(device) is None and dtype in FLOAT_TYPES and (dtype != torch.float32 or _tf32_allowed())
+
+
 def unsupported_by_hopper(x: torch.Tensor, weight: torch.Tensor, tiles: torch.Tensor, dilation: int) -> str | None:
     """Why these functions cannot convolve x [rows, frames, in] with weight [..., out, taps, in], or None."""
     if (reason := placement_fault(x.device)) is not None:
         return reason
     if x.dtype not in FLOAT_TYPES or weight.dtype != x.dtype or tiles.dtype != x.dtype:
         return f"dtypes must be one of fp32, fp16 and bf16, the same for all, got {x.dtype} and {weight.dtype}"
-    if x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:
+    if x.dtype == torch.float32 and not _tf32_allowed():
         return "torch.backends.cudnn.allow_tf32 is off, and fp32 is multiplied as TF32"
     if x.dim() != 3 or x.stride(2) != 1 or x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:2]):
         return f"x must be [rows, frames, channels] with frames at 16 bytes, got {tuple(x.shape)}, strides {x.stride()}"

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from voxfuse.kernels._gluon import barrier, gl, gluon
 from voxfuse.kernels._hopper_conv import (
+    MAX_HALO,
     configuration,
     convolve,
     fetch,
@@ -40,9 +41,10 @@ from voxfuse.kernels.moments import valid_frames
 from voxfuse.kernels.snake import EPS
 
 CHANNELS = (64, 128)
+MOST_DILATION = 5  # of vocoders: pairs of the same channels and taps share a tile's size up to it, and one compilation
 
 
-@gluon.jit(do_not_specialize=["T", "blocks"])
+@gluon.jit(do_not_specialize=["T", "blocks", "dilation", "before1", "before2"])
 def _pair_kernel(
     x_ptr, y_ptr, weight_ptr, alpha1_ptr, bias1_ptr, alpha2_ptr, bias2_ptr, lengths_ptr,
     T, blocks, stride_xb, stride_xt, dilation, before1, before2,
@@ -190,7 +192,7 @@ def snake_conv_pair(
     if y.numel() == 0:
         return y
     taps = weights.shape[2]
-    halo = halo_frames(dilation * (taps - 1))
+    halo = halo_frames(max(dilation * (taps - 1), min(MOST_DILATION * (taps - 1), MAX_HALO)))
     m, stages, options = configuration(channels, channels, x.element_size(), halo)
     blocks = -(-frames // (m - taps + 1))
     launch(
