@@ -20,9 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that 
 
 from gpu_suite_state import NOT_REACHED, Row, Suite
 
+from voxfuse.kernels._hopper_conv import packed
 from voxfuse.kernels._op import TALLIES, FusedOp, Run
 from voxfuse.kernels.adain import adain_act
 from voxfuse.kernels.adain_channels_last import adain_channels_last
+from voxfuse.kernels.conv1d_snake import conv1d_snake
 from voxfuse.kernels.embedding_sum import embedding_sum
 from voxfuse.kernels.gqa_decode import gqa_decode
 from voxfuse.kernels.held_source import held_source
@@ -38,6 +40,7 @@ from voxfuse.kernels.sine_source import sine_source
 from voxfuse.kernels.skinny_gemm import skinny_linear, skinny_swiglu
 from voxfuse.kernels.small_attention import small_attention
 from voxfuse.kernels.snake import snake
+from voxfuse.kernels.snake_conv_pair import packed_pair, snake_conv_pair
 from voxfuse.kernels.stepped_source import stepped_source
 from voxfuse.kernels.stft import stft_complex, stft_polar
 from voxfuse.kernels.swiglu import swiglu
@@ -108,7 +111,7 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
     for samples in (11, 240, 5003):
         lengths = torch.tensor([samples, max(11, samples // 2)], device=device)
         yield stft_polar, (normal(2, samples), window, lengths, 5)
-        yield stft_complex, (normal(2, samples), window, lengths, 5)
+        yield stft_complex, (normal(2, samples), window, lengths, 5, 14, samples // 5 + 30, 24)
         frames = samples // 5 + 1
         ends = torch.tensor([frames, max(2, frames // 2)], device=device)
         spectrum = normal(2, 11, frames), normal(2, 11, frames), window, ends, 5
@@ -163,6 +166,26 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
         yield qk_norm_rope_cached, (*heads_of_token, normal(2, 1, kv_heads, 64), *kv, slots, *rope)
         few = normal(2, kv_heads, 17, 64), normal(2, kv_heads, 17, 64), torch.tensor([16, 0], device=device)
         yield small_attention, (*heads_of_token, normal(2, 1, kv_heads, 64), *few, *rope, 0.125)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        yield from _hopper_calls(device)
+
+
+def _hopper_calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
+    """Kernels that are for compute capability 9.0 alone, at ends of tiles: 254 frames of a pair with 3 taps."""
+    for channels, frames, taps, dilation in ((64, 254, 3, 1), (64, 255, 11, 5), (128, 17, 7, 3), (128, 600, 3, 5)):
+        x, weights = torch.randn(2, frames, channels), torch.randn(2, channels, taps, channels) / channels
+        alphas, biases = torch.rand(2, channels) + 0.5, torch.randn(2, channels)
+        lengths = torch.tensor([frames, frames // 2])
+        for dtype in (torch.float32, torch.bfloat16):
+            y, w, (alpha1, alpha2), (bias1, bias2) = (part.to(device, dtype) for part in (x, weights, alphas, biases))
+            ends = lengths.to(device)
+            yield (
+                snake_conv_pair,
+                (y, w, packed_pair(w), alpha1, bias1, alpha2, bias2, ends, dilation, taps - 1, taps // 2),
+            )
+            single = w[0], packed(w[0])
+            yield conv1d_snake, (y, *single, alpha1, bias1, y, alpha2, ends, dilation, taps // 2, True)
+            yield conv1d_snake, (y, *single, None, bias1, None, alpha2, None, dilation, taps - 1, False)
 
 
 @torch.no_grad()

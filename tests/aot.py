@@ -81,7 +81,10 @@ def _compile(request: dict) -> dict:
     options = {"num_warps": request["warps"], **request["options"]}
     names = [parameter.name for parameter in kernel.params]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in request["aligned"]}
-    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=gpu, options=options)
+    source = ASTSource
+    if hasattr(kernel, "is_gluon") and kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source  # its frontend has no public name
+    compiled = triton.compile(source(kernel, signature, constants, attributes), target=gpu, options=options)
     assembly = compiled.asm["ptx" if gpu.backend == "cuda" else "amdgcn"]
     if gpu.backend == "cuda":
         usage = _cuda_usage(compiled.asm["cubin"], Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")

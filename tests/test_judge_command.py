@@ -96,6 +96,12 @@ def test_an_interruption_and_the_end_of_the_budget_go_on(stage: Any, tmp_path: P
     assert len(stage.profiled) == 1 and len(stage.benched) == 2 and len(stage.spoken) == 5 + 2 * 8 - 4
 
 
+def test_only_the_cases_that_are_asked_for(stage: Any, tmp_path: Path) -> None:
+    result = run(tmp_path, "--json", "--case", "generator")
+    names = [row["case"] for row in json.loads(result.stdout)["micro"]]
+    assert result.exit_code == 3 and names and all("generator" in name for name in names)
+
+
 def test_a_fusion_without_cases_is_not_benched_and_the_rule_says_why(
     stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

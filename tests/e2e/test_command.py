@@ -153,3 +153,17 @@ def test_an_interruption_says_that_the_folder_resumes(stack, tmp_path):
     stack.breaks_at = None
     assert run("--device", "cpu", "--out", tmp_path / "run").exit_code == 3
     assert len(stack.spoken) == 7 + 2 * 29  # three pairs and one arm, then the other 29 pairs
+
+
+def test_no_asr_is_needed_where_no_words_can_be_heard(stack, tmp_path, monkeypatch):
+    def absent(model):
+        raise AsrMissing("no ASR here")
+
+    monkeypatch.setattr(command, "WhisperTranscriber", absent)
+    asked = ("--device", "cpu", "--out", tmp_path / "run", "--sentences", 1)
+    assert run(*asked).exit_code == 2
+    stack.unintelligible = "synthetic weights"
+    result = run(*asked)
+    assert result.exit_code == 3 and "WER ceiling, WER non-inferior: synthetic weights" in result.stdout
+    assert run("--score-only", "--out", tmp_path / "run").exit_code == 3
+    assert run(*asked, "--model-dir", tmp_path).exit_code == 2  # real weights speak

@@ -16,6 +16,7 @@ from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Buckets, Length
 from voxfuse.fusions.graph_runner import WEIGHTS_REPLACED, GraphRunner, capture_asked, capturing, runners
 from voxfuse.kernels._op import TALLIES, Run
+from voxfuse.kernels._packs import pack
 from voxfuse.kernels.mean_act import mean_act
 
 CPU = torch.device("cpu")
@@ -197,6 +198,80 @@ def test_weights_see_a_replacement_of_equal_value(size, kind):
     assert weights.changed()
     del table["none"]
     assert weights.changed() and Weights(module).changed() is False
+
+
+class Recorded(FakeArena):
+    """Its graphs give what they gave when they were captured, as a CUDA graph does with weights that were replaced."""
+
+    def capture(self, call):
+        graph, output = super().capture(call)
+        self.replays = []
+        graph.replay = lambda: self.replays.append(output.fill_(-1))
+        return graph, output
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["in place", "parameter", "moved", "none"])
+def test_what_a_replay_with_replaced_weights_gave_is_thrown_away(make, tally, change):
+    module = Upsampler()
+    runner = make(module, arena=Recorded)
+    runner.warm([(1, 8)], "cpu", torch.float32)
+    if change == "in place":
+        module.weight.copy_(torch.randn(CHANNELS))
+    elif change == "parameter":
+        module.weight = torch.nn.Parameter(torch.randn(CHANNELS))
+    elif change == "moved":
+        module.weight.data = torch.randn(CHANNELS)
+    first = Recorded.made[0]
+    result = runner.attempt(5, *case(5))
+    assert torch.all(result == -1) and len(first.replays) == 1
+    changed = change != "none"
+    assert (first.closed, len(Recorded.made)) == (changed, 1 + changed)
+    if changed:
+        assert len(Recorded.made[1].replays) == 1
+    assert (runner.statistics.recaptures, runner.statistics.replays, tally.calls) == (changed, 1, 1)
+
+
+@torch.no_grad()
+def test_an_attempt_gives_the_values_of_the_weights_there_are_or_the_reason(make, tally):
+    module = Upsampler()
+    owner = torch.nn.Sequential(module)
+    strange = []
+    runner = make(owner, foreign=lambda _: strange[0] if strange else None)
+    runner._call = lambda owner, x, gain, lengths: owner[0](x, gain, lengths)
+    assert "no graph of 1 rows × 8" in runner.attempt(5, *case(5))
+    runner.warm([(1, 8)], "cpu", torch.float32)
+    for weights in (None, torch.randn(CHANNELS), torch.randn(CHANNELS)):
+        if weights is not None:
+            module.weight.copy_(weights)
+        torch.testing.assert_close(runner.attempt(5, *(tensors := case(5))), module(*tensors))
+    strange.append("a part is not upstream's")
+    module.weight.mul_(2)
+    assert runner.attempt(5, *case(5)) == strange[0]
+    assert (runner.statistics.replays, runner.statistics.captures) == (3, 3)
+
+
+@torch.no_grad()
+def test_a_graph_keeps_what_it_reads_until_it_leaves(make):
+    """Packs are made anew when weights change; a replay may still be under way, or come before that is noticed."""
+
+    class Pack:
+        pass
+
+    module = Upsampler()
+    runner = make(module)
+    made = lambda: pack(module, "a pack", [module.weight], Pack)  # noqa: E731
+    runner._call = lambda owner, x, gain, lengths: (made(), owner(x, gain, lengths))[1]
+    runner.warm([(1, 8)], "cpu", torch.float32)
+    held, address = weakref.ref(made()), module.weight.data_ptr()
+    module.weight.data = torch.randn(CHANNELS)
+    made()
+    gc.collect()
+    assert held() is not None
+    assert all(torch.randn(CHANNELS).data_ptr() != address for _ in range(50)), "the old weights' memory was given back"
+    runner.attempt(5, *case(5))
+    gc.collect()
+    assert held() is None
 
 
 @torch.no_grad()

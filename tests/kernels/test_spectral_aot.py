@@ -17,13 +17,16 @@ def pointers(*names):
     return dict.fromkeys(names, "*fp32") | {"lengths_ptr": "*i64"}
 
 
+STFT = pointers("x_ptr", "window_ptr", "y_ptr") | dict.fromkeys(
+    ("samples", "frames", "lead", "held", "channels", "stride_xr", "stride_xt"), "i32"
+)
+STFT_BLOCK = {
+    **{"N_FFT": 20, "HOP": 5, "COS": COS, "SIN": SIN, "WIDTH": 32},
+    **{"BLOCK_F": stft.BLOCK_FRAMES, "stride_xt": 1},
+}
 KERNELS = {
-    "stft": (
-        "voxfuse.kernels.stft:_stft_kernel",
-        pointers("x_ptr", "window_ptr", "y_ptr")
-        | dict.fromkeys(("samples", "frames", "stride_xr", "stride_xt"), "i32"),
-        {"N_FFT": 20, "HOP": 5, "COS": COS, "SIN": SIN, "POLAR": True, "BLOCK_F": stft.BLOCK_FRAMES, "stride_xt": 1},
-    ),
+    "stft": ("voxfuse.kernels.stft:_stft_kernel", STFT, STFT_BLOCK | {"POLAR": True}),
+    "stft of parts": ("voxfuse.kernels.stft:_stft_kernel", STFT, STFT_BLOCK | {"POLAR": False}),
     "istft": (
         "voxfuse.kernels.istft:_istft_kernel",
         pointers("a_ptr", "b_ptr", "window_ptr", "y_ptr")
@@ -59,7 +62,14 @@ KERNELS = {
     ),
 }  # fmt: skip
 SOURCES = ("sine_source", "stepped_source", "held_source")
-REGISTERS = {"stft": 144, "istft": 168, "sine_source": 128, "stepped_source": 128, "held_source": 128}
+REGISTERS = {
+    "stft": 144,
+    "stft of parts": 168,
+    "istft": 168,
+    "sine_source": 128,
+    "stepped_source": 128,
+    "held_source": 128,
+}
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,11 @@ def stft_case(frames, rows=2):
     return stft.stft_polar, (x, window()), (HOP,), frames
 
 
+def parts_case(frames, rows=2):
+    _, tensors, _, _ = stft_case(frames, rows)
+    return stft.stft_complex, tensors, (HOP, 14, frames + 30, 24), frames
+
+
 def istft_case(frames, rows=2):
     x = torch.randn(rows, 22, frames, device="cuda")
     return istft.istft_polar, (x[:, :11], x[:, 11:], window()), (HOP, "exp_sin"), frames
@@ -51,6 +56,7 @@ def held_case(frames, rows=2):
 
 CASES = {
     "stft": stft_case,
+    "parts": parts_case,
     "istft": istft_case,
     "sine_source": source_case,
     "stepped_source": stepped_case,
@@ -65,8 +71,10 @@ def wide(tensors):
 @pytest.mark.parametrize("name", CASES)
 def test_lengths_do_not_recompile(name):
     before = len(_launch._compiled)
-    homes = {"stft": stft, "istft": istft, "held_source": held_source}
-    kernels = getattr(homes.get(name, sine_source), f"_{name.replace('stepped', 'sine')}_kernel")
+    homes = {"stft": stft, "parts": stft, "istft": istft, "held_source": held_source}
+    kernels = getattr(
+        homes.get(name, sine_source), f"_{name.replace('stepped', 'sine').replace('parts', 'stft')}_kernel"
+    )
     for frames in range(101, 150):
         op, tensors, rest, _ = CASES[name](frames)
         op(*tensors, None, *rest, run=RUN)
@@ -77,7 +85,7 @@ def test_lengths_do_not_recompile(name):
 @pytest.mark.parametrize("name", CASES)
 def test_replays_follow_their_inputs_and_lengths(name, same_precision):
     op, tensors, rest, frames = CASES[name](700)
-    unit = HOP if name == "stft" else 1  # lengths of the transform are in samples
+    unit = HOP if name in ("stft", "parts") else 1  # lengths of the transform are in samples
     lengths = torch.tensor([frames * unit, frames * unit], device="cuda")
     op(*tensors, lengths, *rest, run=RUN)
     graph = torch.cuda.CUDAGraph()

@@ -136,10 +136,19 @@ def test_outside_the_envelope_the_reference_runs_and_is_counted(dtype, n_fft, ho
 @pytest.mark.parametrize(("rows", "samples", "n_fft", "hop"), [(2, 9, 16, 4), (2, 480, 16, 4), (1, 34, 20, 5)])
 def test_real_and_imaginary_parts(rows, samples, n_fft, hop, device, run, same_precision, poisoned_empty):
     x, window = case(rows, samples, device, n_fft)
-    result = stft_complex(x, window, None, hop, run=run)
-    spectrum = torch.stft(x.double(), n_fft, hop, n_fft, window=window.double(), return_complex=True)
-    same_precision(result, complex_reference(x, window, None, hop), torch.cat([spectrum.real, spectrum.imag], dim=1))
-    assert TALLIES.of(run.receipt).calls == 1 and not TALLIES.of(run.receipt).fallbacks
+    frames, wide, parts = samples // hop + 1, BLOCK_FRAMES + 40, n_fft + 2
+    eager, spectrum = (
+        torch.stft(values, n_fft, hop, n_fft, window=window.to(values.dtype), return_complex=True)
+        for values in (x, x.double())
+    )
+    eager, oracle = (torch.cat([value.real, value.imag], dim=1).transpose(1, 2) for value in (eager, spectrum))
+    for room in ((0, frames, parts), (0, frames + 3, parts + 6), (14, frames + wide, parts + 1)):
+        result = stft_complex(x, window, None, hop, *room, run=run)
+        assert result.shape == (rows, *room[1:]) and result.is_contiguous()
+        inner = result[:, room[0] : room[0] + frames, :parts]
+        same_precision(inner, eager, oracle)
+        assert result.count_nonzero() == inner.count_nonzero(), "what lies around is not zero"
+    assert TALLIES.of(run.receipt).calls == 3 and not TALLIES.of(run.receipt).fallbacks
 
 
 def test_parts_of_each_row_equal_those_of_the_row_alone(device, run, poisoned_empty):
@@ -148,11 +157,17 @@ def test_parts_of_each_row_equal_those_of_the_row_alone(device, run, poisoned_em
     for row, length in enumerate(lengths):
         x[row, length:] = torch.nan
     given = torch.tensor(lengths, device=device)
-    result = stft_complex(x, window, given, 4, run=run)
-    torch.testing.assert_close(result, complex_reference(x, window, given, 4), rtol=1e-5, atol=1e-7)
+    result = stft_complex(x, window, given, 4, 3, 24, 24, run=run)
+    torch.testing.assert_close(result, complex_reference(x, window, given, 4, 3, 24, 24), rtol=1e-5, atol=1e-7)
     for row, length in enumerate(lengths):
         frames = length // 4 + 1 if length > 8 else 0
-        assert torch.all(result[row, :, frames:] == 0)
+        assert torch.all(result[row, :3] == 0) and torch.all(result[row, 3 + frames :] == 0)
         if frames:
-            alone = stft_complex(x[row : row + 1, :length].clone(), window, None, 4, run=run)
-            assert torch.equal(result[row : row + 1, :, :frames], alone)
+            alone = stft_complex(x[row : row + 1, :length].clone(), window, None, 4, 0, frames, 24, run=run)
+            assert torch.equal(result[row : row + 1, 3 : 3 + frames], alone)
+
+
+@pytest.mark.parametrize("room", [(-1, 30, 22), (0, 10, 22), (5, 15, 22), (0, 11, 21), (0, 11, 33)])
+def test_parts_without_room_are_refused(room, device):
+    x, window = case(1, 50, device)
+    assert "expected room for 11 frames and 22 to 32 channels" in stft_complex.unsupported(x, window, None, HOP, *room)

@@ -60,7 +60,8 @@ def test_the_sanitizer_watches_every_kernel_inside_its_envelope():
     for name in modules:
         importlib.import_module(name)
     ours = {name for name, op in OPS.items() if op.launch.__module__.startswith("voxfuse.kernels.")}
-    assert seen == ours - {"conv1d"}  # conv1d is cuDNN and what is watched already
+    hopper = {"conv1d_snake", "snake_conv_pair"}  # for one GPU alone: tests/kernels/test_hopper_conv.py has their calls
+    assert seen == ours - hopper - {"conv1d"}  # conv1d is cuDNN and what is watched already
 
 
 def test_nothing_begins_after_the_budget(tmp_path, capsys):

@@ -112,3 +112,11 @@ def test_the_chains_of_a_qwen3_decoder_find_their_fusions(operations, classes, e
     path = tuple(name[1:] if name.startswith("*") else f"Qwen3{name}" for name in classes)
     assert matching.matches(operations, path, (), "transformers") == ("decode_graph", *expected)
     assert matching.matches(operations, path, (), "kokoro") == ()
+
+
+@pytest.mark.parametrize("stack", ["cosyvoice2", "cosyvoice3", "chatterbox"])
+def test_the_blocks_of_a_hift_ask_for_its_graph_too(stack: str) -> None:
+    """``decode`` is a plain method: no mark of the generator itself is in a profile."""
+    assert {"hift_graph", "snake_conv_block"} <= {
+        *matching.matches(("aten::sin",), ("ModuleList", "ResBlock", "Snake"), (), stack)
+    }

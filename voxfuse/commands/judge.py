@@ -72,6 +72,7 @@ def judge(
     protocol: Annotated[str, typer.Option(help="The gate's: full decides, smoke does not.")] = "full",
     sentences: Annotated[int | None, typer.Option(min=1, help="Speak so many texts instead of the protocol's.")] = None,
     pairs: Annotated[int, typer.Option(min=30, max=MAX_PAIRS, help="Pairs per micro case.")] = 50,
+    case: Annotated[str | None, typer.Option(help="Only micro cases whose name contains this, to save time.")] = None,
     model_dir: Annotated[Path | None, typer.Option(help="Folder with the stack's own weights.")] = None,
     asr: Annotated[str, typer.Option(help="ASR, as for voxfuse gate.")] = EMBEDDED,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -119,14 +120,14 @@ def judge(
         opened = State.open(folder, content)
 
         def speak(names: tuple[str, ...], notify: Notify) -> GateVerdict:
-            transcriber = gate_command.WhisperTranscriber(asr)  # first: it may be missing
+            transcriber = gate_command.listener(gate_command.wordless(stack, model_dir), asr)  # first: may be missing
             into, fusions = opened.gate_folder(names), ",".join(names)
             speak_into = gate_command.speaker(
                 stack, where, protocol, sentences, into, model_dir, plan.backend, fusions, notify
             )
             return run_gate(speak_into, transcriber, notify)
 
-        outcome = run(opened, known, plan, book, speak)
+        outcome = run(opened, known, plan, book, speak, case)
     except (StateMismatch, *gate_command.MENDABLE) as error:
         print(f"voxfuse judge: {error}", file=sys.stderr)
         raise typer.Exit(ENVIRONMENT) from error
@@ -140,7 +141,9 @@ def judge(
 Speak = Callable[[tuple[str, ...], Notify], GateVerdict]
 
 
-def run(state: State, known: tuple[str, ...], plan: micro.Bench, book: Path, speak: Speak) -> Outcome:
+def run(
+    state: State, known: tuple[str, ...], plan: micro.Bench, book: Path, speak: Speak, case: str | None = None
+) -> Outcome:
     """All steps that are not done yet, as far as the time reaches; verdicts go into ``book`` as they come."""
     stack = state.content.stack
     unfinished: list[str] = []
@@ -155,7 +158,7 @@ def run(state: State, known: tuple[str, ...], plan: micro.Bench, book: Path, spe
     judged: tuple[micro.Judged, ...] = ()
     timed = [name for name in fusions if not FUSIONS[name].graph]  # of graphs the gate's blocks tell the speed
     try:
-        cases = micro.choose(timed, stack) if timed else []
+        cases = micro.choose(timed, stack, case) if timed else []
     except KeyError as error:  # nobody has said how these are judged shape by shape; the rule then refuses them
         print(f"voxfuse judge: {error.args[0]}", file=sys.stderr)
         cases = []

@@ -41,6 +41,16 @@ class Transcriber(Protocol):
         """The text of one audio file. Raises AudioUnreadable where the file cannot be decoded."""
 
 
+class Nobody:
+    """Stands in for an ASR where the run says that no words can be heard: none need be installed then."""
+
+    identity = "none"
+
+    def transcribe(self, path: Path) -> str:
+        """Raises AsrMissing."""
+        raise AsrMissing(f"{path} is to be transcribed, but its run said that no words can be heard in it")
+
+
 class WhisperTranscriber:
     """faster-whisper on the CPU: greedy, temperature 0, no previous text, no timestamps, bounded length.
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from voxfuse._terminal import table_console
-from voxfuse.e2e.asr import EMBEDDED, AsrMissing, WhisperTranscriber
+from voxfuse.e2e.asr import EMBEDDED, AsrMissing, Nobody, Transcriber, WhisperTranscriber
 from voxfuse.e2e.gate import EXIT_STATUS, NothingApplied, generate, run_gate, show
 from voxfuse.e2e.generate import Notify
 from voxfuse.e2e.options import checked_device, checked_folder, refuse_ignored
@@ -82,9 +82,10 @@ def gate(
     directory = checked_folder(out or Path("runs") / f"gate-{stack}-{device.replace(':', '-')}", "--out")
     with _errors(directory), progress() as notify:
         if score_only:
-            verdict: GateVerdict | None = score(RunDirectory.open(directory), WhisperTranscriber(asr), notify)
+            run = RunDirectory.open(directory)
+            verdict: GateVerdict | None = score(run, listener(run.header.unintelligible, asr), notify)
         else:
-            transcriber = None if generate_only else WhisperTranscriber(asr)  # first: it may be missing
+            transcriber = None if generate_only else listener(wordless(stack, model_dir), asr)  # first: may be missing
             speak_into = speaker(stack, device, protocol, sentences, directory, model_dir, backend, fusions, notify)
             verdict = None
             if transcriber is None:
@@ -100,6 +101,20 @@ def gate(
         show(verdict, table_console())
         print(f"verdict: {directory / 'verdict.json'}")
     raise typer.Exit(EXIT_STATUS[verdict.verdict])
+
+
+def wordless(stack_name: str, model_dir: Path | None) -> str | None:
+    """Why no words can be heard of a stack without its weights, or None; told without loading it."""
+    if model_dir is not None:
+        return None
+    with contextlib.suppress(ValueError):  # an unknown stack: ``speaker`` says so
+        return getattr(driver(stack_name), "unintelligible", None)
+    return None
+
+
+def listener(silent: str | None, asr: str) -> Transcriber:
+    """The ASR, or nobody where the audio has no words. Raises as WhisperTranscriber does."""
+    return WhisperTranscriber(asr) if silent is None else Nobody()
 
 
 def speaker(

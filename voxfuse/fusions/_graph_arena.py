@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, part
 from voxfuse.kernels._op import Counts
 
@@ -150,7 +151,8 @@ class Cut(NamedTuple):
 
 @dataclass(eq=False)
 class Captured:
-    """A captured bucket with its static tensors.
+    """A captured bucket with its static tensors. It keeps what it reads (``weights`` as they were, ``kept``), so that
+    a replay after a change of weights reads old values, but never memory that was given back.
 
     ``filled`` units of the inputs hold data, zeros lie behind. ``uniform``: what all of ``lengths`` are, or 0.
     ``numbers``: what an input given as a number holds, by its place. ``cuts``: views by length, at most as many as the
@@ -163,6 +165,8 @@ class Captured:
     lengths: torch.Tensor
     output: torch.Tensor
     counts: Counts
+    weights: Weights
+    kept: list[Any]
     input_axes: tuple[Axes, ...]
     output_axes: Axes
     filled: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 class Weights:
@@ -37,15 +37,19 @@ class Weights:
         self._tensors = list({id(entry): entry for _, _, entry in tensors if id(entry) not in apart}.values())
         self._tracked = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._pointers = list(map(torch.Tensor.data_ptr, self._tensors))
-        self._versions = list(map(_version, self._tracked))
+        self._versions = list(map(version, self._tracked))
 
     def changed(self) -> bool:
         """Whether anything that the class sees is other than when this was made."""
         return (
             self._replaced()
             or list(map(torch.Tensor.data_ptr, self._tensors)) != self._pointers
-            or list(map(_version, self._tracked)) != self._versions
+            or list(map(version, self._tracked)) != self._versions
         )
+
+    def memory(self) -> list[torch.UntypedStorage]:
+        """What the parameters and buffers lie in, but for movable ones."""
+        return [tensor.untyped_storage() for tensor in self._tensors]
 
     def _replaced(self) -> bool:
         # Dictionaries compare values by identity first. Another module is unequal; another tensor of several elements

@@ -5,19 +5,16 @@ One graph runner beside each decoder or generator (``graph_runner``) of the leng
 
 from __future__ import annotations
 
-import functools
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from voxfuse.fusions import adain_resblock, polyphase, spectral
-from voxfuse.fusions._graph_arena import Arena, CudaArena
+from voxfuse.fusions._beside import Beside, Graphs
 from voxfuse.fusions.buckets import Axes, Buckets, Length, common_length
-from voxfuse.fusions.graph_runner import HOOKED, CapturePolicy, GraphRunner, no_graphs
+from voxfuse.fusions.graph_runner import HOOKED, no_graphs
 from voxfuse.fusions.kokoro_decoder import decode, draw_source, generate, samples_per_frame
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.kernels._weight_norm import hooked
@@ -53,19 +50,21 @@ def generator_axes(generator: Any) -> tuple[Axes, ...]:
     return (generator.ups[0].in_channels, Length(1)), (style,), (Length(samples),), (1, Length(samples))
 
 
-class Runners:
-    """The graph runners of one fusion, one for each decoder or generator that it served, beside the module.
+class Runners(Beside):
+    """The graphs of decoders and generators.
 
     ``decoder`` and ``generator`` do what upstream's forward does, by replay, or give the reason why not; either is
     counted on the receipt. In the second case no random number was drawn.
     """
 
-    def __init__(
-        self, run: Run, capture: CapturePolicy = "warmup", arena: Callable[[torch.device], Arena] = CudaArena
-    ) -> None:
-        self._run, self._capture, self._arena = run, capture, arena
-        self._held: WeakKeyDictionary[nn.Module, GraphRunner] = WeakKeyDictionary()
-        self._lock = threading.Lock()
+    @staticmethod
+    def _fault(module: nn.Module) -> str | None:
+        return foreign_part(module)
+
+    def _graphs(self, module: nn.Module) -> Graphs:
+        whole = hasattr(module, "generator")
+        call, axes = (decode, decoder_axes(module)) if whole else (generate, generator_axes(module))
+        return Graphs(call, axes, BUCKETS, MEMORY_CAP_BYTES)
 
     def decoder(
         self,
@@ -82,7 +81,7 @@ class Runners:
         batch than alone.
         """
         tensors = asr, f0, energy, style.expand(asr.shape[0], -1)
-        return self._replay(decoder, decoder.generator, decode, decoder_axes, tensors, f0, lengths)
+        return self._replay(decoder, decoder.generator, tensors, f0, lengths)
 
     def generator(
         self,
@@ -94,20 +93,18 @@ class Runners:
     ) -> torch.Tensor | str:
         """Generator.forward; ``lengths`` [rows]: valid frames of x."""
         tensors = x, style.expand(x.shape[0], -1)
-        return self._replay(generator, generator, generate, generator_axes, tensors, f0, lengths)
+        return self._replay(generator, generator, tensors, f0, lengths)
 
     def _replay(
         self,
         module: nn.Module,
         generator: Any,
-        call: Callable[..., torch.Tensor],
-        axes: Callable[[Any], tuple[Axes, ...]],
         tensors: tuple[torch.Tensor, ...],
         f0: torch.Tensor,
         lengths: torch.Tensor | Sequence[int] | None,
     ) -> torch.Tensor | str:
         reason = unsupported(generator, self._run, *tensors, f0)
-        runner = reason or self._runner(module, call, axes)
+        runner = reason or self._runner(module)
         if isinstance(runner, str):
             TALLIES.add(self._run.receipt, fallback=runner)
             return runner
@@ -117,32 +114,6 @@ class Runners:
             runner.count_miss(found)
             return found
         return runner.replay(found, length, *tensors, draw_source(generator, f0), lengths=lengths)
-
-    def _runner(
-        self, module: nn.Module, call: Callable[..., torch.Tensor], axes: Callable[[Any], tuple[Axes, ...]]
-    ) -> GraphRunner | str:
-        with self._lock:
-            held = self._held.get(module)
-            if held is None:
-                with torch.no_grad():  # asked of its structure
-                    reason = foreign_part(module)
-                if reason is not None:
-                    return reason
-                *inputs, output = axes(module)
-                held = GraphRunner(
-                    module,
-                    functools.partial(call, run=self._run),
-                    inputs,
-                    output,
-                    BUCKETS,
-                    memory_cap_bytes=MEMORY_CAP_BYTES,
-                    receipt=self._run.receipt,
-                    capture=self._capture,
-                    arena=self._arena,
-                    foreign=foreign_part,
-                )
-                self._held[module] = held
-            return held
 
 
 def unsupported(generator: Any, run: Run, *inputs: torch.Tensor) -> str | None:

@@ -26,6 +26,7 @@ from voxfuse.fusions._graph_arena import Arena, Captured, CaptureError, CudaAren
 from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, Buckets, common_length, shape
 from voxfuse.kernels._op import TALLIES, Run
+from voxfuse.kernels._packs import collected
 
 CapturePolicy = Literal["warmup", "first_use"]
 OUTER_CAPTURE = "inside somebody else's CUDA graph capture"
@@ -160,8 +161,32 @@ class GraphRunner:
             return self._uncaptured(tensors, lengths)
         return self.replay(found, length, *tensors, lengths=lengths)
 
-    def find(self, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> Captured | str:
-        """The captured bucket of a call, captured now where the policy lets it, or why the call must run uncaptured."""
+    def attempt(
+        self, length: int, *tensors: torch.Tensor | float, lengths: torch.Tensor | Sequence[int] | None = None
+    ) -> torch.Tensor | str:
+        """``find`` and ``replay``, or why the call must run uncaptured, not counted. The first tensor has the rows.
+
+        Weights are compared while the device is at work on the replay; where they were replaced, what it gives is
+        thrown away. For calls into which no random numbers go, since upstream's call may follow.
+        """
+        rows, device, dtype = tensors[0].shape[0], tensors[0].device, tensors[0].dtype  # type: ignore[union-attr]
+        found = self.find(rows, length, device, dtype, False)
+        if isinstance(found, str):
+            return found
+        output = self._replayed(found, length, tensors, lengths)
+        if output is not None and not found.weights.changed():
+            self._count(found)
+            return output
+        found = self.find(rows, length, device, dtype)
+        return found if isinstance(found, str) else self.replay(found, length, *tensors, lengths=lengths)
+
+    def find(
+        self, rows: int, length: int, device: torch.device, dtype: torch.dtype, compare: bool = True
+    ) -> Captured | str:
+        """The captured bucket of a call, captured now where the policy lets it, or why the call must run uncaptured.
+
+        ``compare`` False: one that is there is given without a look at the weights.
+        """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return OUTER_CAPTURE
         reason = self._buckets.refusal(rows, length)
@@ -169,11 +194,13 @@ class GraphRunner:
             return reason
         key = Key(device, dtype, rows, self._buckets.of(length), numerics())
         with self._lock:
-            self._drop_if_stale()
-            shelf = self._shelves.get(key.place)
-            if shelf is not None and key in shelf.held:
-                shelf.used = next(self._clock)
-                return shelf.held[key]
+            held = self._held(key)
+            if compare or held is None:
+                self._drop_if_stale()
+                held = self._held(key)
+            if held is not None:
+                held.shelf.used = next(self._clock)
+                return held
             if key in self._refused:
                 refused, block = self._refused[key]
                 if _block() in (0, block):
@@ -193,25 +220,38 @@ class GraphRunner:
 
         An input without a length may be a number, which then is all of it.
         """
+        output = self._replayed(found, length, tensors, lengths)
+        if output is not None:
+            self._count(found)
+            return output
+        self.count_miss("its graph left while the call was under way")
+        whole = (
+            tensor if isinstance(tensor, torch.Tensor) else torch.full_like(static, tensor)
+            for static, tensor in zip(found.inputs, tensors, strict=True)
+        )
+        return self._uncaptured(list(whole), lengths)
+
+    def _replayed(
+        self,
+        found: Captured,
+        length: int,
+        tensors: Sequence[torch.Tensor | float],
+        lengths: torch.Tensor | Sequence[int] | None,
+    ) -> torch.Tensor | None:
+        """What a replay gives, in memory of its own, or None where the graph has left."""
         arena = found.shelf.arena
         with arena.lock:
-            closed = found.shelf.closed
-            if not closed:
-                with torch.no_grad(), arena.ordered():
-                    filled = found.fill(length, tensors, lengths)
-                    found.graph.replay()
-                    output = filled.clone(memory_format=torch.contiguous_format)
-        if closed:
-            self.count_miss("its graph left while the call was under way")
-            whole = (
-                tensor if isinstance(tensor, torch.Tensor) else torch.full_like(static, tensor)
-                for static, tensor in zip(found.inputs, tensors, strict=True)
-            )
-            return self._uncaptured(list(whole), lengths)
+            if found.shelf.closed:
+                return None
+            with torch.no_grad(), arena.ordered():
+                filled = found.fill(length, tensors, lengths)
+                found.graph.replay()
+                return filled.clone(memory_format=torch.contiguous_format)
+
+    def _count(self, found: Captured) -> None:
         with self._lock:
             self.statistics.replays += 1
         TALLIES.add_all(found.counts)
-        return output
 
     def warm(self, shapes: Iterable[tuple[int, int]], device: torch.device | str, dtype: torch.dtype) -> None:
         """Capture the buckets of these (rows, length), refused ones once more; largest first, to share memory.
@@ -240,6 +280,10 @@ class GraphRunner:
         if lengths is not None:
             lengths = torch.as_tensor(lengths, dtype=torch.int64, device=tensors[0].device)
         return self._call(self.owner, *tensors, lengths)
+
+    def _held(self, key: Key) -> Captured | None:
+        shelf = self._shelves.get(key.place)
+        return None if shelf is None else shelf.held.get(key)
 
     def _capture(self, key: Key) -> Captured | str:
         if self._foreign is not None:
@@ -287,13 +331,13 @@ class GraphRunner:
                 counts.clear()  # of the run before the capture
                 return run(owner(), *inputs, lengths)
 
-            with TALLIES.diverted() as counts, shelf.arena.lock:
+            with TALLIES.diverted() as counts, collected() as packs, shelf.arena.lock:
                 graph, output = shelf.arena.capture(call)
         if output.shape != shape(key.rows, self._output, key.bucket):
             raise ValueError(f"expected an output of axes {self._output}, got {list(output.shape)}")
-        return Captured(
-            shelf, graph, inputs, lengths, output, counts.copy(), self.inputs, self._output, uniform=key.bucket
-        )
+        kept = [*packs, *self._weights.memory()]
+        told = counts.copy(), self._weights, kept, self.inputs, self._output
+        return Captured(shelf, graph, inputs, lengths, output, *told, uniform=key.bucket)
 
     def _refuse(self, key: Key, reason: str) -> str:
         self._refused[key] = reason, _block()

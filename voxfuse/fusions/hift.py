@@ -16,13 +16,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from voxfuse.fusions import polyphase, spectral
+from voxfuse.fusions import _source_downs, polyphase, spectral
 from voxfuse.fusions._fork import Fork
+from voxfuse.fusions._source_downs import downsampled
 from voxfuse.fusions._stages import mean_activated, reflected
-from voxfuse.fusions.folded import folded_weight
 from voxfuse.fusions.polyphase import factor, upsample
 from voxfuse.fusions.snake_conv_block import block_fault, snake_block
 from voxfuse.kernels._op import Run
@@ -69,7 +68,9 @@ def decode(
     window = pack(hift, f"window on {mel.device}", [hift.stft_window], lambda: hift.stft_window.to(mel.device))
     samples = None if lengths is None else lengths * samples_per_frame(hift)
     lanes = [SOURCE_LANE + i if source.numel() <= BRANCH_SAMPLES else None for i in range(hift.num_kernels)]
-    spectrum = stft_complex(source.squeeze(1), window, samples, hop, run=run)
+    frames = source.shape[2] // hop + 1
+    room = _source_downs.room(hift.source_downs, frames)
+    spectrum = stft_complex(source.squeeze(1), window, samples, hop, *room, run=run)
     spoken = lengths if ahead is None else (mel.shape[2] if lengths is None else lengths) - ahead
     ends, sources = [], []
     end = spoken
@@ -78,7 +79,8 @@ def decode(
         if stage == hift.num_upsamples - 1:  # one frame more, reflected in front
             end = None if end is None else end + 1
         ends.append(end)
-        sources.append(Fork(functools.partial(_source_branch, hift, stage, spectrum, end, run), lanes[0]))
+        branch = functools.partial(_source_branch, hift, stage, spectrum, room.lead, frames, end, run)
+        sources.append(Fork(branch, lanes[0]))
     parts, slope = [_mel_features(hift, mel, lengths, spoken, run)], float(hift.lrelu_slope)
     for stage, up in enumerate(hift.ups):
         x = upsample(up, mean_activated(parts, spoken, slope, run))
@@ -110,33 +112,14 @@ def _mel_features(
 
 
 def _source_branch(
-    hift: Any, stage: int, spectrum: torch.Tensor, lengths: torch.Tensor | None, run: Run
+    hift: Any, stage: int, spectrum: torch.Tensor, lead: int, frames: int, lengths: torch.Tensor | None, run: Run
 ) -> torch.Tensor:
-    """What a stage adds of the source: [rows, frames, channels] contiguous."""
+    """What a stage adds of the source, of a spectrum of ``frames`` frames behind ``lead``: [rows, frames', channels]
+    contiguous."""
     down = hift.source_downs[stage]
-    weight = folded_weight(down)
-    assert weight is not None, "asked before: fault"
-    x = F.conv1d(spectrum, weight, None, down.stride, _down_padding(down)).transpose(1, 2)
+    x = downsampled(down, spectrum, lead, frames)
     x, _ = snake(x, down.bias, None, None, lengths, x.shape[1], 1, *PLAIN, True, run=run)
     return snake_block(hift.source_resblocks[stage], x, lengths, run)
-
-
-def _down_padding(down: Any) -> tuple[int, ...]:
-    """Padding on both sides. Causal ones need theirs in front alone; behind, it makes no frame more (the spectrum has
-    one more than a multiple of the stride)."""
-    return down.padding if class_of(down) is nn.Conv1d else (down.causal_padding,)
-
-
-def _down_fault(down: Any) -> str | None:
-    kind, (taps,), (stride,) = class_of(down).__name__, down.kernel_size, down.stride
-    plain = (down.groups, down.dilation, down.padding_mode) == (1, (1,), "zeros") and folded_weight(down) is not None
-    causal = down.padding == (0,) and (
-        (kind, down.__dict__.get("causal_padding"), taps) == ("CausalConv1dDownSample", stride - 1, 2 * stride)
-        or (kind, taps, stride) == ("CausalConv1d", 1, 1)
-    )
-    if not plain or not (class_of(down) is nn.Conv1d or causal):
-        return f"expected a plain Conv1d of the source's spectrum, or a causal one that halves its taps, got {down}"
-    return None
 
 
 def fault(hift: Any) -> str | None:
@@ -163,9 +146,8 @@ def fault(hift: Any) -> str | None:
             return f"expected an upsampling by its stride, got {up}"
     if polyphase.frames_in_front(hift.ups[-1]) < 1:
         return f"expected padding in the last upsampling convolution, got {hift.ups[-1]}"
-    for down in hift.source_downs:
-        if (reason := _down_fault(down)) is not None:
-            return reason
+    if (reason := _source_downs.fault(hift.source_downs)) is not None:
+        return reason
     convolutions = [hift.conv_pre, hift.conv_post, *hift.ups, *hift.source_downs]
     if any(conv.bias is None for conv in convolutions):
         return "expected a bias in every convolution"

@@ -6,21 +6,17 @@ its generator had at capture (slopes, limits); new weights are seen (``graph_run
 
 from __future__ import annotations
 
-import functools
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from voxfuse.fusions import hift as hift_decoder
-from voxfuse.fusions._graph_arena import Arena, CudaArena
+from voxfuse.fusions._beside import Beside, Graphs
 from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, Buckets, Length
-from voxfuse.fusions.graph_runner import HOOKED, CapturePolicy, GraphRunner, no_graphs
+from voxfuse.fusions.graph_runner import HOOKED, OUTER_CAPTURE, no_graphs
 from voxfuse.fusions.hift import look_ahead, samples_per_frame
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.kernels._weight_norm import hooked
@@ -31,21 +27,19 @@ HIFT_GRAPH = Fusion(
     stacks=("cosyvoice2", "cosyvoice3", "chatterbox"),
     operations=("decode", "stft", "istft"),
     contract="same-precision",
-    envelope="fp32 on a CUDA GPU, inference without autocast, 1 to 16 rows, 1 to 2048 mel frames, buckets captured "
-    "before",
-    kernels=("conv1d", "snake", "mean_act", "stft", "istft"),
+    envelope="fp32 on a CUDA GPU, inference without autocast; from graphs 1 to 16 rows of 1 to 2048 mel frames in "
+    "buckets captured before, else the same code without a graph",
+    kernels=("conv1d", "snake", "snake_conv_pair", "mean_act", "stft", "istft"),
     graph=True,
     patterns=(
         FusionPattern(modules=("HiFTGenerator",)),
         FusionPattern(modules=("CausalHiFTGenerator",)),
+        FusionPattern(modules=("ResBlock", "Snake")),  # ``decode`` is no call of the generator: its blocks are seen
     ),
 )
 BUCKETS = Buckets(rows=tuple(range(1, 17)))
 MEMORY_CAP_BYTES = 8 * 2**30  # for each generator: 16 rows of 12 s take 4.5 GiB
 BEFORE = ("f0_predictor", "m_source")  # children whose work is done when ``decode`` is called
-
-
-Watch = Callable[[nn.Module], Weights]
 
 
 def axes(hift: Any) -> tuple[Axes, ...]:
@@ -63,68 +57,6 @@ def _decode(hift: Any, mel: torch.Tensor, source: torch.Tensor, *rest: torch.Ten
     return hift_decoder.decode(hift, mel, source, lengths, run, frames)
 
 
-def _none_foreign(_: nn.Module) -> None:
-    return None
-
-
-def _ruled_out(
-    foreign: Callable[[nn.Module], str | None], fault: Callable[[nn.Module], str | None], hift: nn.Module
-) -> str | None:
-    return foreign(hift) or fault(hift)
-
-
-class Beside(ABC):
-    """The graph runners of one fusion, one for each generator that it served, beside the module.
-
-    ``foreign`` says why a generator is not upstream's own as it was tested, or None; asked before every capture.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        capture: CapturePolicy = "warmup",
-        arena: Callable[[torch.device], Arena] = CudaArena,
-        foreign: Callable[[nn.Module], str | None] = _none_foreign,
-    ) -> None:
-        self._run, self._capture, self._arena, self._foreign = run, capture, arena, foreign
-        self._held: WeakKeyDictionary[nn.Module, GraphRunner] = WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    @staticmethod
-    @abstractmethod
-    def _fault(hift: nn.Module) -> str | None:
-        """What in a generator rules its graphs out, asked of its structure."""
-
-    @abstractmethod
-    def _graphs(self, hift: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Axes, ...], Watch]:
-        """The call to capture (its ``run`` left out), the axes of its inputs and output, and what to watch."""
-
-    def _runner(self, hift: nn.Module) -> GraphRunner | str:
-        with self._lock:
-            held = self._held.get(hift)
-            if held is None:
-                ruled_out = functools.partial(_ruled_out, self._foreign, self._fault)  # no reference back to here
-                with torch.no_grad():  # asked of its structure
-                    reason = ruled_out(hift)
-                if reason is not None:
-                    return reason
-                call, (*inputs, output), weights = self._graphs(hift)
-                held = self._held[hift] = GraphRunner(
-                    hift,
-                    functools.partial(call, run=self._run),
-                    inputs,
-                    output,
-                    BUCKETS,
-                    memory_cap_bytes=MEMORY_CAP_BYTES,
-                    receipt=self._run.receipt,
-                    capture=self._capture,
-                    arena=self._arena,
-                    weights=weights,
-                    foreign=ruled_out,
-                )
-            return held
-
-
 class Runners(Beside):
     """The graphs of ``decode``."""
 
@@ -132,8 +64,8 @@ class Runners(Beside):
     def _fault(hift: nn.Module) -> str | None:
         return foreign_part(hift)
 
-    def _graphs(self, hift: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Axes, ...], Watch]:
-        return _decode, axes(hift), _weights
+    def _graphs(self, hift: nn.Module) -> Graphs:
+        return Graphs(_decode, axes(hift), BUCKETS, MEMORY_CAP_BYTES, _weights)
 
     def decode(
         self,
@@ -143,7 +75,8 @@ class Runners(Beside):
         lengths: torch.Tensor | Sequence[int] | None = None,
         finalize: bool = True,
     ) -> torch.Tensor | str:
-        """decode by replay, or the reason why not; either is counted on the receipt.
+        """decode by replay, or where there is no graph (rows, length, memory, not warmed up) by the same code without
+        one, or the reason why upstream's code must run; the last two are counted as fallbacks with their reason.
 
         mel [rows, bins, frames], source [rows, 1, samples]; ``lengths`` [rows]: valid mel frames, for batches of mixed
         lengths, each row then ending as alone, zero behind. Upstream has no such thing. ``finalize`` False, of a causal
@@ -158,13 +91,27 @@ class Runners(Beside):
         if isinstance(runner, str):
             TALLIES.add(self._run.receipt, fallback=runner)
             return runner
-        found = runner.find(mel.shape[0], mel.shape[2], mel.device, mel.dtype)
-        if isinstance(found, str):
-            runner.count_miss(found)
-            return found
         ahead = [max(held_back - 1, 0)] if look_ahead(hift) else []
-        audio = runner.replay(found, mel.shape[2], mel, source, *ahead, lengths=lengths)
+        audio = runner.attempt(mel.shape[2], mel, source, *ahead, lengths=lengths)
+        if isinstance(audio, str):
+            runner.count_miss(audio)
+            if audio is OUTER_CAPTURE or self.ruled_out(hift) is not None:
+                return audio
+            audio = self._uncaptured(hift, mel, source, lengths, max(held_back - 1, 0))
         return audio[:, : audio.shape[1] - held_back * samples_per_frame(hift)] if held_back else audio
+
+    def _uncaptured(
+        self,
+        hift: nn.Module,
+        mel: torch.Tensor,
+        source: torch.Tensor,
+        lengths: torch.Tensor | Sequence[int] | None,
+        ahead: int,
+    ) -> torch.Tensor:
+        valid = None if lengths is None else torch.as_tensor(lengths, dtype=torch.int64, device=mel.device)
+        frames = torch.full((mel.shape[0],), ahead, device=mel.device) if ahead else None
+        with torch.no_grad():
+            return hift_decoder.decode(hift, mel, source, valid, self._run, frames)
 
 
 def _before(hift: nn.Module) -> list[str]:

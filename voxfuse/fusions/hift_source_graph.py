@@ -6,17 +6,18 @@ replay and go in as inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from voxfuse.fusions import hift_source
+from voxfuse.fusions import hift_graph, hift_source
+from voxfuse.fusions._beside import Beside, Graphs
 from voxfuse.fusions._weights import Weights
 from voxfuse.fusions.buckets import Axes, Length
 from voxfuse.fusions.graph_runner import HOOKED, no_graphs
-from voxfuse.fusions.hift_graph import BEFORE, Beside, Watch
+from voxfuse.fusions.hift_graph import BEFORE
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.kernels._weight_norm import hooked
 from voxfuse.records import Fusion, FusionPattern
@@ -60,8 +61,8 @@ class SourceRunners(Beside):
     def _fault(hift: nn.Module) -> str | None:
         return foreign_part(hift)
 
-    def _graphs(self, hift: nn.Module) -> tuple[Callable[..., torch.Tensor], tuple[Axes, ...], Watch]:
-        return _source, axes(hift), _weights
+    def _graphs(self, hift: nn.Module) -> Graphs:
+        return Graphs(_source, axes(hift), hift_graph.BUCKETS, hift_graph.MEMORY_CAP_BYTES, _weights)
 
     def source(
         self, hift: Any, mel: torch.Tensor, lengths: torch.Tensor | Sequence[int] | None = None, ahead: int = 0

@@ -17,24 +17,21 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import operator
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from voxfuse.fusions import lstm
+from voxfuse.fusions._beside import Beside, Graphs
 from voxfuse.fusions._fork import Fork
-from voxfuse.fusions._graph_arena import Arena, CudaArena
 from voxfuse.fusions.adain_conv_block import adain_leaky_relu_block
 from voxfuse.fusions.adain_resblock import padded_styles
 from voxfuse.fusions.buckets import Axes, Buckets, Length
 from voxfuse.fusions.decoder_graph import BUCKETS as FRAME_BUCKETS
 from voxfuse.fusions.decoder_graph import fault, replaced
 from voxfuse.fusions.folded import convolve, output_lengths
-from voxfuse.fusions.graph_runner import HOOKED, CapturePolicy, GraphRunner, no_graphs
+from voxfuse.fusions.graph_runner import HOOKED, GraphRunner, no_graphs
 from voxfuse.kernels._op import TALLIES, Run, needs_dispatch
 from voxfuse.kernels._weight_norm import hooked
 from voxfuse.kernels.moments import moments
@@ -160,9 +157,10 @@ def token_axes(model: Any) -> tuple[Axes, ...]:
     return (Length(1),), (model.predictor.text_encoder.sty_dim,), (sum(_split(model)), Length(1))
 
 
-def frame_axes(model: Any) -> tuple[Axes, ...]:
+def frame_axes(predictor: Any) -> tuple[Axes, ...]:
     """Axes of en, style and the curves behind the rows; the length counts frames."""
-    return (_split(model)[0], Length(1)), (model.predictor.text_encoder.sty_dim,), (2, Length(2))
+    encoder = predictor.text_encoder
+    return (encoder.d_model + encoder.sty_dim, Length(1)), (encoder.sty_dim,), (2, Length(2))
 
 
 def _split(model: Any) -> tuple[int, int, int]:
@@ -171,15 +169,20 @@ def _split(model: Any) -> tuple[int, int, int]:
     return encoder.d_model + encoder.sty_dim, 2 * model.text_encoder.lstm.hidden_size, 1
 
 
-class TextRunners:
-    """The two graph runners of each model that the fusion served, beside the model."""
+class TextRunners(Beside):
+    """The graphs of both stages: the token stage is beside a model, the frame stage beside its predictor."""
 
-    def __init__(
-        self, run: Run, capture: CapturePolicy = "warmup", arena: Callable[[torch.device], Arena] = CudaArena
-    ) -> None:
-        self._run, self._capture, self._arena = run, capture, arena
-        self._held: WeakKeyDictionary[nn.Module, tuple[GraphRunner, GraphRunner]] = WeakKeyDictionary()
-        self._lock = threading.Lock()
+    @staticmethod
+    def _fault(owner: Any) -> str | None:
+        return foreign_part(owner) if hasattr(owner, "predictor") else _first_foreign(("predictor", owner))
+
+    def _graphs(self, owner: Any) -> Graphs:
+        without = [name for name, _ in owner.named_children() if name == "decoder"]  # the stages do not read it
+        weights = functools.partial(lstm.WeightsThatMove, without=without)
+        if not hasattr(owner, "predictor"):
+            return Graphs(frame_stage, frame_axes(owner), FRAME_BUCKETS, MEMORY_CAP_BYTES, weights)
+        longest = min(512, owner.context_length // 32 * 32)  # no bucket beyond bert's positions
+        return Graphs(token_stage, token_axes(owner), Buckets(longest=longest), MEMORY_CAP_BYTES, weights)
 
     @torch.no_grad()
     def speak(
@@ -189,11 +192,11 @@ class TextRunners:
         counted on the receipt. Where only the frame stage has no graph, upstream's F0Ntrain runs, and is counted.
         """
         reason = unsupported(model, self._run, input_ids, ref_s)
-        stages = reason or self._stages(model)
-        if isinstance(stages, str):
-            TALLIES.add(self._run.receipt, fallback=stages)
-            return stages
-        tokens, frames = stages
+        tokens = reason or self._runner(model)
+        if isinstance(tokens, str):
+            TALLIES.add(self._run.receipt, fallback=tokens)
+            return tokens
+        frames = self._runner(model.predictor)
         rows, count = input_ids.shape
         found = tokens.find(rows, count, ref_s.device, ref_s.dtype)
         if isinstance(found, str):
@@ -208,54 +211,16 @@ class TextRunners:
         return model.decoder(asr, f0, energy, voice).squeeze(), pred_dur
 
     def _curves(
-        self, frames: GraphRunner, predictor: Any, en: torch.Tensor, style: torch.Tensor
+        self, frames: GraphRunner | str, predictor: Any, en: torch.Tensor, style: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        if isinstance(frames, str):
+            TALLIES.add(self._run.receipt, fallback=frames)
+            return predictor.F0Ntrain(en, style)  # type: ignore[no-any-return]
         found = frames.find(en.shape[0], en.shape[2], en.device, en.dtype)
         if isinstance(found, str):
             frames.count_miss(found)
-            curves: tuple[torch.Tensor, ...] = predictor.F0Ntrain(en, style)
-            return curves
+            return predictor.F0Ntrain(en, style)  # type: ignore[no-any-return]
         return frames.replay(found, en.shape[2], en, style).unbind(1)
-
-    def _stages(self, model: Any) -> tuple[GraphRunner, GraphRunner] | str:
-        with self._lock:
-            held = self._held.get(model)
-            if held is None:
-                if (reason := foreign_part(model)) is not None:
-                    return reason
-                longest = min(512, model.context_length // 32 * 32)  # no bucket beyond bert's positions
-                buckets = Buckets(longest=longest)
-                held = (
-                    self._runner(model, token_stage, token_axes(model), buckets, foreign_part),
-                    # What is foreign in the predictor is so in the model, whose stage comes first.
-                    self._runner(model.predictor, frame_stage, frame_axes(model), FRAME_BUCKETS, None),
-                )
-                self._held[model] = held
-            return held
-
-    def _runner(
-        self,
-        owner: nn.Module,
-        stage: Callable[..., torch.Tensor],
-        axes: tuple[Axes, ...],
-        buckets: Buckets,
-        foreign: Callable[[Any], str | None] | None,
-    ) -> GraphRunner:
-        *inputs, output = axes
-        without = [name for name, _ in owner.named_children() if name == "decoder"]  # the stages do not read it
-        return GraphRunner(
-            owner,
-            functools.partial(stage, run=self._run),
-            inputs,
-            output,
-            buckets,
-            memory_cap_bytes=MEMORY_CAP_BYTES,
-            receipt=self._run.receipt,
-            capture=self._capture,
-            arena=self._arena,
-            weights=functools.partial(lstm.WeightsThatMove, without=without),
-            foreign=foreign,
-        )
 
 
 def unsupported(model: Any, run: Run, input_ids: torch.Tensor, ref_s: torch.Tensor) -> str | None:
@@ -295,12 +260,13 @@ def foreign_part(model: Any) -> str | None:
     for index, block in enumerate(model.predictor.text_encoder.lstms):
         if type(block) is not nn.LSTM and type(block).__name__ != "AdaLayerNorm":
             return f"predictor.text_encoder.lstms.{index} is {type(block).__name__}, expected LSTM or AdaLayerNorm"
-    return next((f"{name}{reason}" for name, part in _parts(model) if (reason := _foreign(name, part))), None)
+    children = ("bert", "bert_encoder", "predictor", "text_encoder")
+    return _first_foreign(*((name, getattr(model, name)) for name in children))
 
 
-def _parts(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    for child in ("bert", "bert_encoder", "predictor", "text_encoder"):
-        yield from getattr(model, child).named_modules(prefix=child)
+def _first_foreign(*children: tuple[str, nn.Module]) -> str | None:
+    parts = (named for child, module in children for named in module.named_modules(prefix=child))
+    return next((f"{name}{reason}" for name, part in parts if (reason := _foreign(name, part))), None)
 
 
 def _foreign(name: str, part: Any) -> str | None:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from voxfuse.fusions._fork import Fork
-from voxfuse.fusions._weights import Weights
+from voxfuse.fusions._weights import Weights, version
 from voxfuse.kernels._packs import pack
 
 Directions = tuple[nn.LSTM, nn.LSTM]  # forward, reverse
@@ -117,9 +117,24 @@ class WeightsThatMove(Weights):
 
     def __init__(self, module: nn.Module, without: Sequence[str] = ()) -> None:
         self._lstms = [part for part in module.modules() if type(part) is nn.LSTM]
+        self._movable = [weight for lstm in self._lstms for weight in lstm.parameters()]
+        self._places = self._now()
         self._held = list(map(private_copies, self._lstms))
-        movable = [weight for lstm in self._lstms for weight in lstm.parameters()]
-        super().__init__(module, movable, without)
+        super().__init__(module, self._movable, without)
 
     def changed(self) -> bool:
-        return super().changed() or not all(map(operator.is_, map(private_copies, self._lstms), self._held))
+        if super().changed():
+            return True
+        places = self._now()
+        if places is not None and places == self._places:  # neither moved nor written
+            return False
+        if not all(map(operator.is_, map(private_copies, self._lstms), self._held)):
+            return True
+        self._places = places
+        return False
+
+    def _now(self) -> list[tuple[int, int]] | None:
+        """Addresses and versions, or None of inference tensors, which have no version."""
+        if any(map(torch.Tensor.is_inference, self._movable)):
+            return None
+        return list(zip(map(torch.Tensor.data_ptr, self._movable), map(version, self._movable), strict=True))

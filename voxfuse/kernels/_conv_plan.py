@@ -46,15 +46,21 @@ class Plan(NamedTuple):
 
 
 FIRST, LAST = Plan("taps_first", 1), Plan("taps_last", 1)
-FIRST_2, LAST_2, FIRST_4 = Plan("taps_first", 2), Plan("taps_last", 2), Plan("taps_first", 4)
+FIRST_2, LAST_2 = Plan("taps_first", 2), Plan("taps_last", 2)
+FIRST_4, LAST_4 = Plan("taps_first", 4), Plan("taps_last", 4)
 FASTEST = {  # channels, taps: for one image, a few, many elements; µs there / without taking frames as one
-    (64, 3): (FIRST_2, LAST, FIRST),  # 13 / 14; 14; 144-171
-    (64, 7): (LAST_2, FIRST_2, FIRST),  # 24 / 25; 20 / 25; 251-260
-    (64, 11): (LAST_2, FIRST_2, FIRST_4),  # 30 / 36; 25 / 37; 343 / 392-420
+    (64, 3): (LAST, LAST, FIRST),  # 14-15; 14; 144-171
+    (64, 7): (LAST_4, FIRST_2, FIRST),  # 22 / 25; 20 / 25; 251-260
+    (64, 11): (LAST_4, FIRST_2, FIRST_4),  # 27 / 36; 25 / 37; 327 / 392-420
     (128, 3): (LAST, FIRST, LAST_2),  # 16; 15; 127 / 165
     (128, 7): (LAST, FIRST, FIRST_2),  # 24; 24; 227 / 313
     (128, 11): (LAST, LAST, LAST),  # 33; 32; 304-318
 }
+# By channels, the most taps of two convolutions of a Snake block that one kernel (snake_conv_pair) does faster than the
+# chain with these plans, on the same H200. µs of a pair, chain → kernel, one row; sixteen rows (10 s of HiFT, fp32):
+#  64 channels: 3 taps 46 → 25; 650 → 347   7 taps 68 → 35; 870 → 478   11 taps 89 → 45; 1015 → 632 (dilation 5: 640)
+# 128 channels: 3 taps 43 → 36; 500 → 447   7 taps 59 → 57; 662 → 839   11 taps 77 → 74; 814 → 881
+MOST_TAPS_OF_A_PAIR = {64: 11, 128: 3}
 
 
 def fastest(rows: int, frames: int, channels: int, taps: int, dilation: int) -> Plan:
@@ -65,3 +71,8 @@ def fastest(rows: int, frames: int, channels: int, taps: int, dilation: int) -> 
     few = rows * dilation > ONE_IMAGE
     many = rows * frames * channels >= MANY_ELEMENTS
     return FASTEST[narrow, next((known for known in (3, 7) if taps <= known), 11)][2 if many else int(few)]
+
+
+def pair_wins(channels: int, taps: int) -> bool:
+    """Whether one kernel for a pair of convolutions was measured to be faster than cuDNN and ``snake``."""
+    return taps <= MOST_TAPS_OF_A_PAIR.get(channels, 0)

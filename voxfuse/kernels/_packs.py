@@ -10,7 +10,8 @@ state_dict, pickle and deepcopy never see packs, and a copied module packs for i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ PackT = TypeVar("PackT")
 
 _packs: WeakKeyDictionary[torch.nn.Module, dict[str, tuple[tuple[Any, ...], Any, list[Any]]]] = WeakKeyDictionary()
 _lock = threading.Lock()
+_collecting = threading.local()
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -30,6 +32,26 @@ def pack(module: torch.nn.Module, name: str, sources: Sequence[torch.Tensor], bu
     """``build()`` from ``sources``, remembered beside ``module`` under ``name`` until a source changes."""
     if torch.compiler.is_compiling():  # a traced graph holds the derivation itself
         return build()
+    built = _pack(module, name, sources, build)
+    collected: list[Any] | None = getattr(_collecting, "packs", None)
+    if collected is not None:
+        collected.append(built)
+    return built
+
+
+@contextmanager
+def collected() -> Iterator[list[Any]]:
+    """What ``pack`` gives this thread inside, for a graph to keep while it reads it."""
+    outer = getattr(_collecting, "packs", None)
+    packs: list[Any] = []
+    _collecting.packs = packs
+    try:
+        yield packs
+    finally:
+        _collecting.packs = outer
+
+
+def _pack(module: torch.nn.Module, name: str, sources: Sequence[torch.Tensor], build: Callable[[], PackT]) -> PackT:
     if any(source.is_inference() for source in sources):
         return build()
     key = tuple(_key(source) for source in sources)
@@ -39,6 +61,15 @@ def pack(module: torch.nn.Module, name: str, sources: Sequence[torch.Tensor], bu
         return held[1]
     with torch.no_grad():
         built = build()
+    _finish(sources)
     with _lock:
         _packs.setdefault(module, {})[name] = (key, built, [source.untyped_storage() for source in sources])
     return built
+
+
+def _finish(sources: Sequence[torch.Tensor]) -> None:
+    """Wait until what this thread's stream packs is there: from now on other streams read it."""
+    for device in {source.device for source in sources if source.is_cuda}:
+        with torch.cuda.device(device):
+            if not torch.cuda.is_current_stream_capturing():  # somebody else's capture, which a wait would end
+                torch.cuda.current_stream().synchronize()

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from voxfuse.kernels import _plans
 from voxfuse.records import Record
 
 PATH = Path(__file__).with_name("tuned.json")
@@ -103,6 +104,7 @@ def trying(operation: str, shape_class: str, device: torch.device, candidate: di
     before = _TABLE.get(key)
     _TABLE[key] = Row(operation=operation, shape_class=shape_class, compute_capability=key[2], options=candidate)
     options.cache_clear()
+    _plans.forget()
     try:
         yield
     finally:
@@ -111,3 +113,4 @@ def trying(operation: str, shape_class: str, device: torch.device, candidate: di
         else:
             _TABLE[key] = before
         options.cache_clear()
+        _plans.forget()

@@ -1,8 +1,10 @@
 """Short-time Fourier transform for small n_fft, X = stft(x): ``stft_polar`` as magnitude and phase, cat([|X|, arg X],
-dim=1); ``stft_complex`` as real and imaginary parts, cat([Re X, Im X], dim=1).
+dim=1); ``stft_complex`` as real and imaginary parts, channels last, as strided convolutions read them.
 
-Layouts: x [rows, samples]; window [n_fft]; result [rows, 2·bins, frames], bins = n_fft / 2 + 1, the first half first,
-frames = samples // hop + 1. Frames are centred (frame f around sample f·hop) and the row is reflected at its ends.
+Layouts: x [rows, samples]; window [n_fft]; result of ``stft_polar`` [rows, 2·bins, frames], bins = n_fft / 2 + 1, the
+first half first, frames = samples // hop + 1; of ``stft_complex`` [rows, held, channels] with frame f at lead + f, real
+parts, imaginary parts, and zeros up to ``channels`` and around the frames. Frames are centred (frame f around sample
+f·hop) and the row is reflected at its ends.
 ``lengths`` [rows] in samples: each row is reflected at its own valid length, and frames behind the
 ``length // hop + 1`` valid ones are zero; a row of at most n_fft / 2 samples has no reflection (upstream refuses it)
 and no valid frame.
@@ -23,32 +25,49 @@ from collections.abc import Callable
 from typing import no_type_check
 
 import torch
+import torch.nn.functional as F
 
 from voxfuse.kernels._dft import MAX_ROW_ELEMENTS, framing_fault, twiddles
 from voxfuse.kernels._launch import launch
 from voxfuse.kernels._math import magnitude_angle
 from voxfuse.kernels._op import fused_op
+from voxfuse.kernels._rows import power_of_two
 from voxfuse.kernels._triton import tl, triton
 
 BLOCK_FRAMES = 128
 OPTIONS = (("num_warps", 4),)
 
 
-@triton.jit(do_not_specialize=["samples", "frames", "stride_xr"])
+@triton.jit
+@no_type_check
+def _side_by_side(parts, WIDTH: tl.constexpr, BLOCK_F: tl.constexpr):
+    """WIDTH tensors [BLOCK_F] → [BLOCK_F, WIDTH], WIDTH a power of two: what a lane holds stays with it."""
+    for level in tl.static_range(5):
+        if (WIDTH >> level) > 1:
+            joined = ()
+            for i in tl.static_range(WIDTH >> (level + 1)):
+                joined = joined + (tl.join(parts[i], parts[i + (WIDTH >> (level + 1))]),)
+            parts = joined
+    return tl.reshape(parts[0], [BLOCK_F, WIDTH])
+
+
+@triton.jit(do_not_specialize=["samples", "frames", "lead", "held", "channels", "stride_xr"])
 @no_type_check  # mypy takes a tuple that grows for an error
 def _stft_kernel(
     x_ptr, window_ptr, y_ptr, lengths_ptr,
-    samples, frames, stride_xr, stride_xt,
+    samples, frames, lead, held, channels, stride_xr, stride_xt,
     N_FFT: tl.constexpr, HOP: tl.constexpr, COS: tl.constexpr, SIN: tl.constexpr, POLAR: tl.constexpr,
-    BLOCK_F: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, BLOCK_F frames); every lane transforms one frame, its windowed samples in registers."""
+    """One program a (row, BLOCK_F frames); every lane transforms one frame, its windowed samples in registers.
+    Channels last (not POLAR), frames below 0 are the ``lead`` zeros in front, and WIDTH holds all ``channels``."""
     HALF: tl.constexpr = N_FFT // 2
-    blocks = tl.cdiv(frames, BLOCK_F)
+    blocks = tl.cdiv(held, BLOCK_F)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    f = (tl.program_id(0) % blocks) * BLOCK_F + tl.arange(0, BLOCK_F)
+    position = (tl.program_id(0) % blocks) * BLOCK_F + tl.arange(0, BLOCK_F)
+    f = position - lead
     length = samples if lengths_ptr is None else tl.load(lengths_ptr + row).to(tl.int32)
-    valid = (f < length // HOP + 1) & (length > HALF)
+    valid = (f >= 0) & (f < length // HOP + 1) & (length > HALF)
     source = x_ptr + row * stride_xr
     v = ()
     for n in tl.static_range(N_FFT):
@@ -61,7 +80,8 @@ def _stft_kernel(
     for n in tl.static_range(1, HALF):
         even = even + (v[n] + v[N_FFT - n],)
         odd = odd + (v[N_FFT - n] - v[n],)
-    target = y_ptr + row * (2 * HALF + 2) * frames + f
+    reals = ()
+    imaginaries = ()
     for k in tl.static_range(HALF + 1):
         real = v[0] + v[HALF] * COS[(k * HALF) % N_FFT]
         imaginary = tl.zeros([BLOCK_F], tl.float64)
@@ -70,11 +90,22 @@ def _stft_kernel(
                 real += even[n - 1] * COS[(k * n) % N_FFT]
             if SIN[(k * n) % N_FFT] != 0.0:
                 imaginary += odd[n - 1] * SIN[(k * n) % N_FFT]
-        first, second = real.to(tl.float32), imaginary.to(tl.float32)
-        if POLAR:
-            first, second = magnitude_angle(first, second)
-        tl.store(target + k * frames, tl.where(valid, first, 0.0), mask=f < frames)
-        tl.store(target + (HALF + 1 + k) * frames, tl.where(valid, second, 0.0), mask=f < frames)
+        reals = reals + (tl.where(valid, real.to(tl.float32), 0.0),)
+        imaginaries = imaginaries + (tl.where(valid, imaginary.to(tl.float32), 0.0),)
+    if POLAR:
+        target = y_ptr + row * (2 * HALF + 2) * frames + f
+        for k in tl.static_range(HALF + 1):
+            magnitude, angle = magnitude_angle(reals[k], imaginaries[k])
+            tl.store(target + k * frames, tl.where(valid, magnitude, 0.0), mask=f < frames)
+            tl.store(target + (HALF + 1 + k) * frames, tl.where(valid, angle, 0.0), mask=f < frames)
+    else:
+        parts = reals + imaginaries
+        for _ in tl.static_range(WIDTH - 2 * (HALF + 1)):
+            parts = parts + (tl.zeros([BLOCK_F], tl.float32),)
+        channel = tl.arange(0, WIDTH)[None, :]
+        y = _side_by_side(parts, WIDTH, BLOCK_F)  # [BLOCK_F, WIDTH]
+        target = y_ptr + row * held * channels + position[:, None] * channels + channel
+        tl.store(target, y, mask=(position < held)[:, None] & (channel < channels))
 
 
 def unsupported(x: torch.Tensor, window: torch.Tensor, lengths: torch.Tensor | None, hop: int) -> str | None:
@@ -96,9 +127,39 @@ def reference(x: torch.Tensor, window: torch.Tensor, lengths: torch.Tensor | Non
     return _by_row(_polar, x, window, lengths, hop)
 
 
-def complex_reference(x: torch.Tensor, window: torch.Tensor, lengths: torch.Tensor | None, hop: int) -> torch.Tensor:
-    """The upstream chain to real and imaginary parts; with ``lengths``, row by row on the row's valid samples."""
-    return _by_row(_parts, x, window, lengths, hop)
+def _complex_unsupported(
+    x: torch.Tensor,
+    window: torch.Tensor,
+    lengths: torch.Tensor | None,
+    hop: int,
+    lead: int,
+    held: int,
+    channels: int,
+) -> str | None:
+    if (reason := unsupported(x, window, lengths, hop)) is not None:
+        return reason
+    parts, frames = window.numel() + 2, x.shape[1] // hop + 1
+    if lead < 0 or held < lead + frames or not parts <= channels <= power_of_two(parts):
+        most = power_of_two(parts)
+        return f"expected room for {frames} frames and {parts} to {most} channels, got {(lead, held, channels)}"
+    return (
+        None if held * channels < MAX_ROW_ELEMENTS else f"a row must have fewer than 2^31 elements, got {held} frames"
+    )
+
+
+def complex_reference(
+    x: torch.Tensor,
+    window: torch.Tensor,
+    lengths: torch.Tensor | None,
+    hop: int,
+    lead: int,
+    held: int,
+    channels: int,
+) -> torch.Tensor:
+    """The upstream chain to real and imaginary parts, with ``lengths`` row by row on the row's valid samples; then
+    channels last, and the zeros around."""
+    y = _by_row(_parts, x, window, lengths, hop).transpose(1, 2)
+    return F.pad(y, (0, channels - y.shape[2], lead, held - lead - y.shape[1])).contiguous()
 
 
 def _by_row(
@@ -141,35 +202,63 @@ def _fake(x: torch.Tensor, window: torch.Tensor, lengths: torch.Tensor | None, h
 )
 def stft_polar(x: torch.Tensor, window: torch.Tensor, lengths: torch.Tensor | None, hop: int) -> torch.Tensor:
     """Magnitude and phase of x [rows, samples]; shapes and formula in the module's docstring."""
-    return _launch(x, window, lengths, hop, True)
+    return _launch(x, window, lengths, hop, _fake(x, window, lengths, hop), None)
+
+
+def _complex_fake(
+    x: torch.Tensor,
+    window: torch.Tensor,
+    lengths: torch.Tensor | None,
+    hop: int,
+    lead: int,
+    held: int,
+    channels: int,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], held, channels))
 
 
 @fused_op(
     "stft_complex",
-    "(Tensor x, Tensor window, Tensor? lengths, int hop) -> Tensor",
+    "(Tensor x, Tensor window, Tensor? lengths, int hop, int lead, int held, int channels) -> Tensor",
     reference=complex_reference,
-    unsupported=unsupported,
-    fake=_fake,
+    unsupported=_complex_unsupported,
+    fake=_complex_fake,
 )
-def stft_complex(x: torch.Tensor, window: torch.Tensor, lengths: torch.Tensor | None, hop: int) -> torch.Tensor:
+def stft_complex(
+    x: torch.Tensor,
+    window: torch.Tensor,
+    lengths: torch.Tensor | None,
+    hop: int,
+    lead: int,
+    held: int,
+    channels: int,
+) -> torch.Tensor:
     """Real and imaginary parts of x [rows, samples]; shapes and formula in the module's docstring."""
-    return _launch(x, window, lengths, hop, False)
+    y = _complex_fake(x, window, lengths, hop, lead, held, channels)
+    return _launch(x, window, lengths, hop, y, (lead, held, channels))
 
 
-def _launch(x: torch.Tensor, window: torch.Tensor, lengths: torch.Tensor | None, hop: int, polar: bool) -> torch.Tensor:
+def _launch(
+    x: torch.Tensor,
+    window: torch.Tensor,
+    lengths: torch.Tensor | None,
+    hop: int,
+    y: torch.Tensor,
+    room: tuple[int, int, int] | None,
+) -> torch.Tensor:
+    """Fill y: polar, or of ``lead, held, channels`` the complex parts."""
     rows, samples = x.shape
-    y = _fake(x, window, lengths, hop)
-    frames = y.shape[2]
     if y.numel() == 0:
         return y
-    n_fft = window.numel()
+    n_fft, frames = window.numel(), samples // hop + 1
+    lead, held, channels = room or (0, frames, n_fft + 2)
     launch(
         _stft_kernel,
-        rows * triton.cdiv(frames, BLOCK_FRAMES),
+        rows * triton.cdiv(held, BLOCK_FRAMES),
         (x, window, y, lengths),
-        (samples, frames, *x.stride()),
+        (samples, frames, lead, held, channels, *x.stride()),
         (),
-        (n_fft, hop, *twiddles(n_fft), polar, BLOCK_FRAMES),
+        (n_fft, hop, *twiddles(n_fft), room is None, power_of_two(n_fft + 2), BLOCK_FRAMES),
         OPTIONS,
     )
     return y

@@ -11,7 +11,7 @@ import torch
 from voxfuse.fusions.registry import fusion
 from voxfuse.kernels._op import Run
 from voxfuse.kernels.adain import adain_act
-from voxfuse.microbench import decode_arms, decode_step_arms, peers, step_arms, vocoder_arms
+from voxfuse.microbench import conv_arms, decode_arms, decode_step_arms, peers, step_arms, vocoder_arms
 from voxfuse.microbench.ceilings import copy_bytes_per_s, rotation
 from voxfuse.microbench.judge import NO_MORE_THAN_EAGER, Contest, compulsory_bytes
 from voxfuse.microbench.operation import Arms, Judged, Operation, around, smooth
@@ -43,6 +43,7 @@ OPERATIONS: dict[str, Operation] = {
     "adain_snake": Operation(adain_act, adain_inputs, "AdaIN with Snake"),
     "adain_leaky_relu": Operation(adain_act, adain_inputs, "AdaIN with LeakyReLU"),
     **vocoder_arms.OPERATIONS,
+    **conv_arms.OPERATIONS,
     **decode_arms.OPERATIONS,
     **step_arms.OPERATIONS,
     **decode_step_arms.OPERATIONS,

@@ -1,6 +1,7 @@
 """What the stacks with a HiFT of their own (CosyVoice2, CosyVoice3, Chatterbox) share: its replacements.
 
-f0 with source and ``decode`` from CUDA graphs; residual blocks and sources for calls that no graph serves.
+f0 with source and ``decode`` from CUDA graphs, ``decode`` without one where there is none; residual blocks and sources
+for calls that are outside of both, such as those in bf16.
 ``cache_source`` is written over the source between the two graphs, as upstream does. ``forward`` stays upstream's.
 """
 
