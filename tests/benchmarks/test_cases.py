@@ -41,6 +41,7 @@ def collect(benchmark: Any, case: bench.JudgedCase, kind: str, backend: Any, com
     device = torch.device(kind)
     clock, ceilings = machine(kind)
     made = contest(case.fusion, case.case, device, clock, Run(backend, "pytest"), ceilings, compiler)
+    clock = bench.clock_of(case, clock, device)
     verdict = judge(made, clock, capture_environment(bench.PACKAGES), pairs=pairs)
     benchmark.group = f"{case.fusion}: {case.case.name}"
     benchmark.extra_info["verdict"] = json.loads(msgspec.json.encode(verdict))

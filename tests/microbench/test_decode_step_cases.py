@@ -9,7 +9,7 @@ from voxfuse.microbench import bench, decode_step_arms
 from voxfuse.microbench.arms import contest, operation_of
 from voxfuse.microbench.cases import load_cases
 from voxfuse.microbench.judge import error_fp64
-from voxfuse.microbench.timer import HostClock
+from voxfuse.microbench.timer import HostClock, WallClock
 
 pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -24,6 +24,7 @@ def made_of(name, backend="aot_eager"):
 
 
 @pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
 def test_the_arms_of_a_small_model_agree_and_find_the_same_cache_at_every_call(name):
     made = made_of(name)
     first, second = made.sets
@@ -43,6 +44,7 @@ def test_the_arms_of_a_small_model_agree_and_find_the_same_cache_at_every_call(n
         assert torch.equal(arm(*first), logits)
 
 
+@torch.no_grad()
 def test_the_whole_cache_counts():
     """Behind other tokens the same token has other logits."""
     made = made_of(LLAMA)
@@ -73,6 +75,18 @@ def test_a_refused_session_makes_the_verdict_wrong(monkeypatch):
     assert "no such model" in arms["fused"].absent
 
 
+def test_without_transformers_a_case_has_no_verdict_and_the_others_are_judged(monkeypatch):
+    def absent(case):
+        raise ModuleNotFoundError("No module named 'transformers'")
+
+    monkeypatch.setattr(decode_step_arms, "build", absent)
+    other = bench.tiny(bench.choose(["swiglu"]))
+    cases = [msgspec.structs.replace(CASES[LLAMA], case=decode_step_arms.tiny(CASES[LLAMA].case)), *other]
+    with pytest.warns(RuntimeWarning, match="not judged, No module named 'transformers'"):
+        found = list(bench.run(cases, bench.bench_for(CPU, 30, lambda: 1e9), {}, lambda verdict: None))
+    assert found[0].outcome == "missing" and found[1].verdict is not None
+
+
 def test_a_static_cache_of_another_transformers_is_absent_with_the_reason(monkeypatch):
     def other(self, compile_backend):
         raise TypeError("StaticCache wants a batch size")
@@ -83,13 +97,35 @@ def test_a_static_cache_of_another_transformers_is_absent_with_the_reason(monkey
     assert "a minute" in made.baselines["compile"] and "graph" not in made.counted
 
 
+def test_a_case_that_is_not_there_is_no_matter_of_graphs():
+    with pytest.raises(KeyError, match=r"no case of decode_graph on .* with 'nope' in its name"):
+        bench.choose(["decode_graph"], case="nope")
+
+
 def test_a_dry_run_is_timed_by_the_wall_and_has_figures_of_every_arm():
     cases = bench.tiny(bench.choose(["decode_graph"], case="decode step, bf16, 16"))
     assert operation_of("decode_graph", cases[0].case).timed == cases[0].case.parameters["timed"] == "wall"
+    clock = HostClock()
+    assert isinstance(bench.clock_of(cases[0], clock, torch.device("cuda")), WallClock)
+    assert bench.clock_of(cases[0], clock, CPU) is clock
     (found,) = bench.run(cases, bench.bench_for(CPU, 30, lambda: 1e9), {}, lambda verdict: None)
     assert found.verdict.wrong is None
     assert {arm.name for arm in found.verdict.arms if arm.host_us} == {"eager", "fused", "graph", "voxfuse"}
     assert {ratio.baseline for ratio in found.verdict.ratios} == {"eager", "fused", "graph"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu_graphs_are_captured_and_launches_counted(name):
+    case = msgspec.structs.replace(CASES[name], case=decode_step_arms.tiny(CASES[name].case))
+    (found,) = bench.run([case], bench.bench_for(torch.device("cuda"), 30, lambda: 1e9), {}, lambda verdict: None)
+    assert found.verdict.wrong is None
+    arms = {arm.name: arm for arm in found.verdict.arms}
+    assert arms["graph"].gpu_us, arms["graph"].absent
+    assert 0 < arms["voxfuse"].launches == arms["fused"].launches < arms["graph"].launches
+    assert arms["eager"].launches is None or arms["fused"].launches < arms["eager"].launches
+    assert arms["voxfuse"].host_us < arms["fused"].host_us
 
 
 def test_casts_to_single_precision_keep_doubles_in_the_oracle():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -24,7 +25,7 @@ from voxfuse.records import Backend, Case, Environment, MicroVerdict, TensorSign
 
 FIRST_CASE_S = 30.0  # until one has been timed: compiling and warming up
 DRY_FRAMES = 40
-PACKAGES = ("numpy", "kokoro")
+PACKAGES = ("numpy", "kokoro", "transformers")
 SAME_CODE = ("commit", "voxfuse", "torch", "triton", "gpu", "gpu_uuid_sha256")  # of an environment, to go on in it
 
 Key = tuple[str, str, str]  # fusion, stack, case
@@ -47,7 +48,7 @@ class Bench(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """One case and its verdict; None where the time did not reach it."""
+    """One case and its verdict; None where the time did not reach it, or a library that it needs is absent."""
 
     case: JudgedCase
     verdict: MicroVerdict | None
@@ -119,7 +120,10 @@ def run(
     keep: Callable[[MicroVerdict], object],
     clock: Clock | None = None,
 ) -> Iterator[Judged]:
-    """Judge every case that is not ``there`` while there is time; ``keep`` stores each verdict as it comes."""
+    """Judge every case that is not ``there`` while there is time; ``keep`` stores each verdict as it comes.
+
+    A case of a library that is absent has no verdict and warns (RuntimeWarning).
+    """
     machine: dict[str, float] = {}
     clock = clock or clock_for(bench.device)
     environment = capture_environment(PACKAGES)
@@ -130,14 +134,25 @@ def run(
             begin = time.monotonic()
             machine = machine or machine_ceilings(clock, bench.device)
             how = Run(bench.backend, "bench")
-            made = contest(judged.fusion, judged.case, bench.device, clock, how, machine, bench.compile_backend)
-            by_wall = operation_of(judged.fusion, judged.case).timed == "wall" and bench.device.type == "cuda"
-            verdict = judge(made, WallClock() if by_wall else clock, environment, pairs=bench.pairs)
+            try:
+                made = contest(judged.fusion, judged.case, bench.device, clock, how, machine, bench.compile_backend)
+            except ImportError as absent:  # a case of upstream's own modules
+                warnings.warn(f"{judged.case.name}: not judged, {absent}", RuntimeWarning, stacklevel=2)
+                yield Judged(judged, None)
+                continue
+            verdict = judge(made, clock_of(judged, clock, bench.device), environment, pairs=bench.pairs)
+            del made  # a model may be in it
             keep(verdict)
             expected_s = max(time.monotonic() - begin, 0.7 * expected_s)
             if bench.device.type == "cuda":
                 torch.cuda.empty_cache()
         yield Judged(judged, verdict)
+
+
+def clock_of(judged: JudgedCase, clock: Clock, device: torch.device) -> Clock:
+    """The clock by which a case is judged: ``clock``, or on a GPU the wall's where that is what counts."""
+    by_wall = operation_of(judged.fusion, judged.case).timed == "wall" and device.type == "cuda"
+    return WallClock() if by_wall else clock
 
 
 def tiny(cases: Iterable[JudgedCase]) -> list[JudgedCase]:

@@ -26,7 +26,7 @@ from voxfuse.recompute import EAGER, VOXFUSE
 from voxfuse.records import Case, TensorSignature
 
 NOT_COMPILED = "inductor takes about a minute for a model of so many layers: compiled in one case of this fusion only"
-TINY_MODEL = {"layers": 2, "hidden": 32, "intermediate": 48, "heads": 4, "vocabulary": 50}
+TINY_MODEL = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "vocabulary": 50}
 POSITIONS = 32_768
 
 
@@ -213,7 +213,7 @@ def tiny(case: Case) -> Case:
     """A case of the same kind with a few tokens and a small model, for a dry run."""
     _, rows, kv_heads, _, _ = case.tensors["keys"].shape
     heads = min(2, kv_heads)
-    keys = torch.empty(TINY_MODEL["layers"], rows, heads, 5, 8, device="meta")
+    keys = torch.empty(TINY_MODEL["layers"], rows, heads, 5, 16, device="meta")
     embeddings = torch.empty(rows, 1, TINY_MODEL["hidden"], device="meta")
     shapes = {"embeddings": embeddings, "keys": keys, "values": keys}
     tensors = {
