@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from voxfuse.microbench.ceilings import MOST_SETS, copy_bytes_per_s, launch_floor_us, launches, peak_bytes, rotation
-from voxfuse.microbench.timer import GraphClock, HostClock, clock_for, host_us, paired_samples
+from voxfuse.microbench.timer import GraphClock, HostClock, WallClock, clock_for, host_us, paired_samples
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -78,6 +78,30 @@ def test_host_cost_of_a_call():
     assert host_us(lambda: spin(40), (), CPU) == pytest.approx(40, rel=0.25)
 
 
+def test_a_slow_call_is_a_sample_of_its_own_on_the_next_set():
+    calls = []
+    arm = HostClock().prepare(lambda index: (calls.append(index), spin(1000)), [(0,), (1,), (2,)])
+    calls.clear()
+    for _ in range(4):
+        arm.start()
+        assert 900 < arm.elapsed_us() < 20_000
+    assert calls == [0, 1, 2, 0]
+
+
+def test_the_host_cost_of_a_slow_call_takes_few_of_them():
+    calls = []
+    assert host_us(lambda: (calls.append(1), spin(15_000)), (), CPU) == pytest.approx(15_000, rel=0.5)
+    assert len(calls) == 2 + 7
+
+
+def test_the_wall_clocks_delay_begins_when_the_device_has_finished(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append(time.perf_counter()))
+    WallClock().delay(500)()
+    (at,) = done
+    assert time.perf_counter() - at >= 500e-6
+
+
 def test_ceilings_without_a_gpu():
     clock = clock_for(CPU)
     assert isinstance(clock, HostClock)
@@ -97,6 +121,13 @@ class TestGpu:
         x = torch.randn(1 << 20, device=self.device)
         assert launches(lambda x: torch.sin(torch.neg(x)), (x,), self.device) == 2
         assert peak_bytes(lambda x: torch.sin(torch.neg(x)), (x,), self.device) == 2 * x.nbytes
+
+    def test_what_waits_for_the_device_has_no_launches_and_leaves_no_capture_behind(self):
+        x = torch.randn(16, device=self.device)
+        before = torch.cuda.current_stream()
+        assert launches(lambda x: x.neg().sum().item(), (x,), self.device) is None
+        assert torch.cuda.current_stream() == before and not torch.cuda.is_current_stream_capturing()
+        assert launches(lambda x: x.neg(), (x,), self.device) == 1
 
     def test_rotation_exceeds_three_times_the_l2(self):
         l2 = torch.cuda.get_device_properties(self.device).L2_cache_size

@@ -55,6 +55,17 @@ class CaptureError(RuntimeError):
 _capturing = threading.Lock()
 
 
+def abandon(current: torch.cuda.Stream, pool: Any) -> None:
+    """Undo what a capture leaves behind whose end raised too: its stream, and its hold on the pool."""
+    torch.cuda.set_stream(current)
+    device = current.device_index
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:  # it came that far by itself
+        return
+    torch._C._cuda_releasePool(device, pool)
+
+
 class CudaArena:
     """Graphs of one CUDA device, captured on a stream of their own into one memory pool.
 
@@ -81,21 +92,11 @@ class CudaArena:
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     output = call()
             except RuntimeError as error:
-                self._abandon(current)
+                abandon(current, self._pool)
                 cause = error.__context__ or error  # the call's own error, where ending the capture raised another
                 raise CaptureError(str(cause).partition("\n")[0]) from error
         self._graphs.append(graph)
         return graph, output
-
-    def _abandon(self, current: torch.cuda.Stream) -> None:
-        """Undo what a capture leaves behind whose end raised too: its stream, and its hold on the pool."""
-        torch.cuda.set_stream(current)
-        device = current.device_index
-        try:
-            torch._C._cuda_endAllocateToPool(device, self._pool)
-        except RuntimeError:  # it came that far by itself
-            return
-        torch._C._cuda_releasePool(device, self._pool)
 
     @contextmanager
     def ordered(self) -> Iterator[None]:

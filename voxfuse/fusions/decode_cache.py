@@ -89,7 +89,7 @@ class CachedDecoding:
             self._hold(past, None)
             return self._count(f"no memory for a longer cache: {str(error).partition('. ')[0]}")
         held.given = held.session.contents()
-        _give(past, held.given)
+        give(past, held.given)
         return hidden
 
     def count(self, reason: str) -> None:
@@ -143,7 +143,7 @@ def _is(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one is other
 
 
-def _give(past: Any, tensors: list[torch.Tensor]) -> None:
+def give(past: Any, tensors: list[torch.Tensor]) -> None:
     """Put keys and values of each layer, one after the other, into an upstream cache."""
     keys, values = tensors[::2], tensors[1::2]
     if hasattr(past, "layers"):

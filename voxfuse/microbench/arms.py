@@ -11,10 +11,10 @@ import torch
 from voxfuse.fusions.registry import fusion
 from voxfuse.kernels._op import Run
 from voxfuse.kernels.adain import adain_act
-from voxfuse.microbench import conv_arms, decode_arms, peers, step_arms, vocoder_arms
+from voxfuse.microbench import conv_arms, decode_arms, decode_step_arms, peers, step_arms, vocoder_arms
 from voxfuse.microbench.ceilings import copy_bytes_per_s, rotation
 from voxfuse.microbench.judge import NO_MORE_THAN_EAGER, Contest, compulsory_bytes
-from voxfuse.microbench.operation import Judged, Operation, around, smooth
+from voxfuse.microbench.operation import Arms, Judged, Operation, around, smooth
 from voxfuse.microbench.timer import Clock, Inputs
 from voxfuse.records import Case
 
@@ -46,6 +46,7 @@ OPERATIONS: dict[str, Operation] = {
     **conv_arms.OPERATIONS,
     **decode_arms.OPERATIONS,
     **step_arms.OPERATIONS,
+    **decode_step_arms.OPERATIONS,
 }
 
 
@@ -87,6 +88,7 @@ def contest(
     footprint = compulsory_bytes(first, op.reference(*first))
     sets = [first, *(operation.inputs(case, generator) for _ in range(rotation(footprint, device) - 1))]
     torch.compiler.reset()
+    others = Arms({}, {}) if operation.arms is None else operation.arms(op, run, compile_backend)
     flop = 0 if operation.flop is None else operation.flop(case)
     bounds = {**ceilings, "copy_bytes_per_s": copy_bytes_per_s(clock, footprint, device)}
     if flop:
@@ -99,9 +101,10 @@ def contest(
         sets=sets,
         eager=op.reference,
         voxfuse=partial(op, run=run),
-        baselines={"compile": compiled, **peers.arms(operation.peers, operation.what)},
+        baselines={"compile": compiled, **peers.arms(operation.peers, operation.what), **others.baselines},
         ceilings=bounds,
         flop=flop,
         compared=operation.compared,
+        counted=others.counted,
         times_eager=NO_MORE_THAN_EAGER if device.type != "cpu" else TIMES_EAGER_ON_A_CPU,
     )

@@ -12,6 +12,7 @@ import torch
 
 from voxfuse.fusions.registry import fusion
 from voxfuse.kernels._op import Run, backend_unavailable
+from voxfuse.microbench import decode_step_arms
 from voxfuse.microbench.arms import contest, operation_of
 from voxfuse.microbench.cases import JudgedCase, load_cases, stacks_with_cases
 from voxfuse.microbench.ceilings import machine_ceilings
@@ -85,7 +86,7 @@ def choose(fusions: Sequence[str] = (), stack: str | None = None, case: str | No
         if (not fusions or judged.fusion in fusions) and (case is None or case in judged.case.name)
     ]
     if not cases:
-        if fusions and all(fusion(name).graph for name in fusions):
+        if fusions and all(fusion(name).graph for name in fusions) and case is None:
             raise KeyError(f"{', '.join(fusions)}: graphs save the host's time: voxfuse gate judges them by its blocks")
         asked = f"{', '.join(fusions) or 'any fusion'} on {', '.join(stacks)}"
         raise KeyError(f"no case of {asked}" + (f" with {case!r} in its name" if case else ""))
@@ -146,6 +147,8 @@ def tiny(cases: Iterable[JudgedCase]) -> list[JudgedCase]:
 
 
 def _tiny(case: Case) -> Case:
+    if "family" in case.parameters:
+        return decode_step_arms.tiny(case)
     if case.stack == "transformers" or "x" not in case.tensors:  # decode cases are small as they are
         return case
     *outer, _ = case.tensors["x"].shape

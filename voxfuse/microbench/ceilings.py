@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from voxfuse.fusions._graph_arena import abandon
 from voxfuse.microbench.timer import Clock, Inputs, sample_us
 
 L2_FACTOR = 3  # inputs rotate over more than this many times the L2
@@ -94,7 +95,8 @@ def peak_bytes(call: Callable[..., Any], inputs: Inputs, device: torch.device) -
 
 
 def launches(call: Callable[..., Any], inputs: Inputs, device: torch.device) -> int | None:
-    """Nodes (kernels, copies, fills) of the CUDA graph of one call; None on a CPU and under ROCm.
+    """Nodes (kernels, copies, fills) of the CUDA graph of one call; None on a CPU, under ROCm, and where it cannot be
+    captured.
 
     Counted on the graph: a profiler's hooks would stay and slow later host timings.
     """
@@ -102,9 +104,17 @@ def launches(call: Callable[..., Any], inputs: Inputs, device: torch.device) -> 
         return None
     call(*inputs)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        call(*inputs)
+    graph, pool, current = (
+        torch.cuda.CUDAGraph(keep_graph=True),
+        torch.cuda.graph_pool_handle(),
+        torch.cuda.current_stream(),
+    )
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            call(*inputs)
+    except RuntimeError:  # it waits for the device
+        abandon(current, pool)
+        return None
     count = ctypes.c_size_t()
     status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(
         ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(count)

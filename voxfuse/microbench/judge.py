@@ -37,7 +37,8 @@ class Contest:
     ``eager`` is the exact upstream chain, and on double inputs the oracle; ``baselines`` are further arms, or the
     reason why one is absent. ``ceilings`` holds ``copy_bytes_per_s`` (at this footprint), ``launch_floor_us`` and,
     where the call does ``flop`` operations that could bound it, ``flop_per_s`` of their precision. ``compared`` maps an
-    output to what is held against the oracle's; its error may be ``times_eager`` the eager chain's.
+    output to what is held against the oracle's; its error may be ``times_eager`` the eager chain's. ``counted`` has for
+    arms that replay graphs of their own, and so cannot be captured, what they captured: its launches are counted.
     """
 
     fusion: Fusion
@@ -50,6 +51,7 @@ class Contest:
     flop: int = 0
     compared: Callable[[torch.Tensor], torch.Tensor] | None = None
     times_eager: float = NO_MORE_THAN_EAGER
+    counted: Mapping[str, Call] = field(default_factory=dict)
 
     def seen(self, output: torch.Tensor) -> torch.Tensor:
         """An output as it is compared."""
@@ -120,15 +122,14 @@ def judge(contest: Contest, clock: Clock, environment: Environment, pairs: int =
             gpu_us=samples.get(name, ()),
             error_fp64=_finite(errors.get(name)),
             **_costs(
-                runnable.get(name, contest.voxfuse),
+                call,
                 contest.sets[0],
                 device,
                 wrong,
-                # what is timed by the wall is so since upstream cannot be captured; ours always can
-                capturable=name == VOXFUSE or not isinstance(clock, WallClock),
+                contest.counted.get(name) or _capturable(name, call, clock),
             ),
         )
-        for name in (*runnable, VOXFUSE)
+        for name, call in (*runnable.items(), (VOXFUSE, contest.voxfuse))
     ]
     arms += [Arm(name=name, absent=reason) for name, reason in absent.items()]
     arms += [Arm(name=name, gpu_us=samples[name]) for name in CONTROLS if name in samples]
@@ -239,12 +240,17 @@ def _time(
     return samples, {"sleep_added_us": delay_us}, wrong and f"after timed replays: {wrong}"
 
 
-def _costs(call: Call, inputs: Inputs, device: torch.device, wrong: str | None, capturable: bool) -> dict[str, Any]:
+def _capturable(name: str, call: Call, clock: Clock) -> Call | None:
+    """What is timed by the wall is so since upstream cannot be captured; ours can, unless it is ``counted``."""
+    return call if name == VOXFUSE or not isinstance(clock, WallClock) else None
+
+
+def _costs(call: Call, inputs: Inputs, device: torch.device, wrong: str | None, counted: Call | None) -> dict[str, Any]:
     if wrong is not None:
         return {}
     return {
         "host_us": host_us(call, inputs, device),
-        "launches": launches(call, inputs, device) if capturable else None,
+        "launches": launches(counted, inputs, device) if counted is not None else None,
         "peak_bytes": peak_bytes(call, inputs, device),
     }
 

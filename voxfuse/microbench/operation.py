@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from voxfuse.kernels._op import Run
 from voxfuse.microbench.peers import Peer
-from voxfuse.microbench.timer import Inputs
+from voxfuse.microbench.timer import Call, Inputs
 from voxfuse.records import Case, TensorSignature
 
 
@@ -26,6 +26,13 @@ class Judged(Protocol):
         """The fused call."""
 
 
+class Arms(NamedTuple):
+    """Further arms of a case, or why one is absent, and what of each arm is captured to count its launches."""
+
+    baselines: Mapping[str, Call | str]
+    counted: Mapping[str, Call]
+
+
 @dataclass(frozen=True)
 class Operation:
     """A judged operation: its fused call (made for a case and a device where it holds modules), how its inputs are made
@@ -33,9 +40,11 @@ class Operation:
 
     ``what`` names the operation where a library has none. ``flop`` counts the arithmetic of a call that could be bound
     by it (None: memory bounds it at every shape), in ``precision``, one of ``ceilings.MATMULS``. ``timed`` "wall" is
-    for an eager chain that waits for the device and so cannot be captured. ``compared`` maps an output to what is held
-    against the oracle, where different outputs mean the same. ``compilable`` is what torch.compile gets where the eager
-    chain waits for the device: the same outputs without waits.
+    for an eager chain that waits for the device and so cannot be captured, and where the host's time is what is saved.
+    ``compared`` maps an output to what is held against the oracle, where different outputs mean the same.
+    ``compilable`` is what torch.compile gets where the eager chain waits for the device: the same outputs without
+    waits. ``arms`` makes further arms of what was made for a case, with the fused call's run and the compiler's
+    backend; one named ``compile`` stands in place of the usual.
     """
 
     op: Judged | Callable[[Case, torch.device], Judged]
@@ -48,6 +57,7 @@ class Operation:
     timed: Literal["graph", "wall"] = "graph"
     compared: Callable[[torch.Tensor], torch.Tensor] | None = None
     compilable: Callable[..., torch.Tensor] | None = None
+    arms: Callable[[Any, Run, str], Arms] | None = None
 
 
 def smooth(signature: TensorSignature, generator: torch.Generator) -> torch.Tensor:

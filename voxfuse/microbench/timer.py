@@ -20,6 +20,7 @@ Inputs = tuple[Any, ...]
 
 SAMPLE_US = 400.0  # a sample lasts at least this long: events resolve about 0.5 µs
 BACKLOG_US = 300.0  # spin ahead of each pair, longer than the host needs to enqueue a graph
+HOST_SAMPLE_US = 20_000.0  # of calls whose host time is taken: some hundreds of launches
 WARM_UP_S = 0.2  # before the first pair: clocks leave idle
 MIN_PAIRS = 30
 
@@ -53,28 +54,29 @@ class Clock(Protocol):
 
 
 class HostTimed:
-    """An arm timed by the host: ``rounds`` passes over all input sets per sample, then ``finish``."""
+    """An arm timed by the host: a sample is as many calls as last ``SAMPLE_US``, at least one, over the input sets in
+    turn, then ``finish``."""
 
     def __init__(self, call: Call, sets: Sequence[Inputs], finish: Callable[[], None] = lambda: None) -> None:
         self._call, self._sets, self._finish = call, sets, finish
         self.outputs: list[Any] = [None] * len(sets)
-        self._rounds = 1
+        self._next, self._calls = 0, len(sets)
         self.start()
         self.start()  # the first one may have compiled or allocated
-        self._rounds = max(1, math.ceil(SAMPLE_US / (self.elapsed_us() * len(sets))))
+        self._calls = math.ceil(SAMPLE_US / self.elapsed_us())
 
     def start(self) -> None:
         """Run one sample."""
         begin = time.perf_counter_ns()
-        for _ in range(self._rounds):
-            for index, inputs in enumerate(self._sets):
-                self.outputs[index] = self._call(*inputs)
+        for _ in range(self._calls):
+            self.outputs[self._next] = self._call(*self._sets[self._next])
+            self._next = (self._next + 1) % len(self._sets)
         self._finish()
         self._elapsed_ns = time.perf_counter_ns() - begin
 
     def elapsed_us(self) -> float:
         """Microseconds per call of the last sample."""
-        return self._elapsed_ns / (1e3 * self._rounds * len(self._sets))
+        return self._elapsed_ns / (1e3 * self._calls)
 
 
 class HostClock:
@@ -102,11 +104,22 @@ class HostClock:
 
 
 class WallClock(HostClock):
-    """Times calls on a GPU by the host, with one synchronisation a sample: for what cannot be captured."""
+    """Times calls on a GPU by the host, with one synchronisation a sample: for what cannot be captured, and for what
+    saves the host's time."""
 
     def prepare(self, call: Call, sets: Sequence[Inputs]) -> HostTimed:
         """An arm timed by the host."""
         return HostTimed(call, sets, torch.cuda.synchronize)
+
+    def delay(self, microseconds: float) -> Callable[[], None]:
+        """Wait for the device, then spin for that long: a spin beside the device's own work would not be seen."""
+        spin = super().delay(microseconds)
+
+        def wait_and_spin() -> None:
+            torch.cuda.synchronize()
+            spin()
+
+        return wait_and_spin
 
 
 class GraphTimed:
@@ -228,13 +241,18 @@ def sample_us(clock: Clock, call: Call, sets: Sequence[Inputs], repetitions: int
 
 
 def host_us(call: Call, inputs: Inputs, device: torch.device, calls: int = 20, repetitions: int = 7) -> float:
-    """Median host microseconds of one eager call; few enough calls at a time that the launch queue never fills."""
-    values = []
-    for _ in range(repetitions + 1):  # the first repetition warms up
-        begin = time.perf_counter_ns()
-        for _ in range(calls):
-            call(*inputs)
-        values.append((time.perf_counter_ns() - begin) / (1e3 * calls))
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    return float(np.median(values[1:]))
+    """Median host microseconds of one eager call; few enough calls at a time that the launch queue never fills: fewer
+    than ``calls`` where they take more than ``HOST_SAMPLE_US``."""
+    _host_sample_us(call, inputs, device, 1)  # warms up
+    calls = max(1, min(calls, int(HOST_SAMPLE_US / _host_sample_us(call, inputs, device, 1))))
+    return float(np.median([_host_sample_us(call, inputs, device, calls) for _ in range(repetitions)]))
+
+
+def _host_sample_us(call: Call, inputs: Inputs, device: torch.device, calls: int) -> float:
+    begin = time.perf_counter_ns()
+    for _ in range(calls):
+        call(*inputs)
+    microseconds = (time.perf_counter_ns() - begin) / (1e3 * calls)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return microseconds
