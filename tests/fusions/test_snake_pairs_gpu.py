@@ -12,7 +12,7 @@ from voxfuse.fusions.hift import decode
 from voxfuse.fusions.hift_graph import Runners
 from voxfuse.fusions.snake_conv_block import run_block, runs_pairs, snake_block
 from voxfuse.kernels._op import TALLIES, Run
-from voxfuse.kernels.snake_conv_pair import _pair_kernel
+from voxfuse.kernels.snake_conv_pair import _pair_kernel, packed_pair, snake_conv_pair
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no GPU of compute capability 9.0")]
@@ -153,6 +153,27 @@ def test_blocks_of_few_frames_and_many_rows(stack, channels, taps, dtype, counte
             errors.append([relative_rms(value, exact) for value in (block(x), fused)])
     as_precise(errors)
     assert (counted[1].calls, dict(counted[1].fallbacks)) == (6 * (1 + 3), {})
+
+
+def test_tf32_switched_off_between_calls_is_respected(stack, counted, monkeypatch):
+    """Calls that were remembered too: the block goes back to its chain, the kernel by itself to its reference."""
+    causal = {"causal": True} if stack == "cosyvoice3" else {}
+    block, (run, tally) = hift_classes.upstream(stack).ResBlock(64, 3, [1, 3, 5], **causal).eval().cuda(), counted
+    x = torch.randn(2, 500, 64, device="cuda")
+    weights = torch.randn(2, 64, 3, 64, device="cuda") / 14
+    pair = x, weights, packed_pair(weights), *torch.rand(4, 64, device="cuda").unbind(), None, 1, 1, 1
+    for _ in range(4):
+        snake_block(block, x, None, run)
+        snake_conv_pair(*pair, run=run)
+    assert (tally.calls, dict(tally.fallbacks)) == (4 * (3 + 1), {})
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    y = snake_block(block, x, None, run)
+    assert (tally.calls, dict(tally.fallbacks)) == (4 * (3 + 1) + 7, {})
+    exact = copy.deepcopy(block).double()(x.transpose(1, 2).double()).transpose(1, 2)
+    assert relative_rms(y, exact) < 1e-5
+    snake_conv_pair(*pair, run=run)
+    (reason,) = tally.fallbacks
+    assert "allow_tf32" in reason
 
 
 def test_a_block_is_one_compilation_with_lengths_and_one_without(stack, counted):

@@ -267,3 +267,13 @@ def test_launch_hooks_of_a_profiler_are_called(gpu, monkeypatch):
     run_kernel(kernel, x, None, y, SCALE)
     assert compiled.hooked == 1 and kernel.compiled == 1
     torch.testing.assert_close(y, x * SCALE)
+
+
+def test_a_plan_does_not_outlive_the_envelope_that_tf32_opened(monkeypatch):
+    """The envelope is not asked again once there is a plan."""
+    x = torch.zeros(4)
+    allowed, _ = _plans.signature((x,))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert allowed is not None and _plans.signature((x,))[0] != allowed
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert _plans.signature((x,))[0] == allowed

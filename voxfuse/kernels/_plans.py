@@ -1,11 +1,12 @@
 """What the launcher of an operation does with arguments of given shapes, remembered: allocations and launches.
 
 A launcher works out block sizes, strides and launch options in Python at each call, though they follow from its scalars
-and from shapes, strides, types and the device of its tensors. When a call with the same of all these is seen for the
-second time, the launcher runs under a dispatch mode that notes what it allocates and launches; further calls do that
-alone. A launcher that does more than allocate, take views and launch (a convolution, a constant that it keeps) has no
-plan and runs as it is; neither has a call with unaligned tensors, for which Triton compiles other kernels. Not on ROCm,
-where Triton's kernels also depend on the size of what a tensor is a view of.
+and from shapes, strides, types and the device of its tensors; its envelope asks for these and whether convolutions may
+use TF32. When a call with the same of all these is seen for the second time, the launcher runs under a dispatch mode
+that notes what it allocates and launches; further calls do that alone. A launcher that does more than allocate, take
+views and launch (a convolution, a constant that it keeps) has no plan and runs as it is; neither has a call with
+unaligned tensors, for which Triton compiles other kernels. Not on ROCm, where Triton's kernels also depend on the size
+of what a tensor is a view of.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Plan(NamedTuple):
 
 def signature(args: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, list[int | None]]:
     """What a plan is found by, or None for arguments that have none, and the addresses of the tensors, in order."""
-    key: list[Any] = []
+    key: list[Any] = [torch._C._get_fp32_precision_getter("cuda", "conv")]  # what an envelope may ask for besides
     addresses: list[int | None] = []
     bits = 0
     for arg in args:
