@@ -3,8 +3,10 @@
 import copy
 import pickle
 
+import pytest
 import torch
 
+from voxfuse.kernels import _packs
 from voxfuse.kernels._packs import pack
 
 
@@ -65,3 +67,25 @@ def test_inference_weights_given_new_values_are_packed_anew():
         doubled()
         doubled.module.load_state_dict(torch.nn.Linear(3, 3).state_dict())
         assert torch.equal(doubled(), doubled.module.weight * 2)
+
+
+def test_a_pack_made_inside_a_capture_is_not_kept(monkeypatch):
+    doubled = Counted(torch.nn.Linear(3, 3))
+    with monkeypatch.context() as capture:
+        capture.setattr(_packs, "_finished", lambda sources: False)
+        doubled()
+    doubled()
+    doubled()
+    assert doubled.builds == 2, "one for the graph, one for every call after"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_call_behind_a_capture_that_packed_first_has_its_values():
+    doubled = Counted(torch.nn.Linear(64, 64, device="cuda"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = doubled()
+    torch.testing.assert_close(doubled(), doubled.module.weight.detach() * 2)  # before any replay
+    graph.replay()
+    torch.testing.assert_close(captured, doubled.module.weight.detach() * 2)

@@ -174,6 +174,12 @@ def _gives_a_view(kernel, x, bias, factor):
     return y[1]
 
 
+def _gives_another_shape(kernel, x, bias, factor):
+    y = torch.empty(24)
+    run_kernel(kernel, x, bias, y[:16], factor)
+    return y[:16]
+
+
 def _reads_behind_the_start(kernel, x, bias, factor):
     y = torch.empty(8)
     run_kernel(kernel, x[8:], bias, y, factor)
@@ -186,6 +192,7 @@ def _reads_behind_the_start(kernel, x, bias, factor):
         (_copies, lambda x, bias: x * SCALE + bias),
         (_keeps_a_table, lambda x, bias: x * SCALE + TABLE),
         (_gives_a_view, lambda x, bias: x * SCALE + bias),
+        (_gives_another_shape, lambda x, bias: x * SCALE + bias),
         (_reads_behind_the_start, lambda x, bias: x[8:] * SCALE + bias[:8]),
     ],
 )
@@ -267,6 +274,19 @@ def test_launch_hooks_of_a_profiler_are_called(gpu, monkeypatch):
     run_kernel(kernel, x, None, y, SCALE)
     assert compiled.hooked == 1 and kernel.compiled == 1
     torch.testing.assert_close(y, x * SCALE)
+
+
+def test_a_number_without_a_fraction_compiles_for_those_with_one(gpu):
+    """Triton makes an integer's kernel of it, and of 1 a constant."""
+    kernel, given = Kernel(), []
+    first = kernel._first
+    kernel._first = lambda *args, **options: given.append(args[7]) or first(*args, **options)
+    x, y = torch.randn(16), torch.empty(16)
+    run_kernel(kernel, x, None, y, 1)
+    assert [type(factor) for factor in given] == [float]
+    run_kernel(kernel, x, None, y, SCALE)
+    torch.testing.assert_close(y, x * SCALE)
+    assert kernel.compiled == 1
 
 
 def test_a_plan_does_not_outlive_the_envelope_that_tf32_opened(monkeypatch):

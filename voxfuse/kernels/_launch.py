@@ -45,7 +45,7 @@ def launch(
     The kernel's parameters must be, in this order: pointers, integers, floats, constexpr ``constants``. ``options`` are
     launch options such as ``num_warps``. The first pointer is a tensor.
     """
-    others = (*integers, *floats, *constants)
+    others = (*integers, *map(float, floats), *constants)  # a number without a fraction is an integer to Triton
     addresses = [None if pointer is None else pointer.data_ptr() for pointer in pointers]
     if INTERPRETED or not _aligned(addresses) or _large(pointers):  # rare, and each pointer counts by itself
         compiled = None

@@ -2,7 +2,8 @@
 
 A pack is keyed by (data pointer, version, dtype, device) of the tensors that it was made from and rebuilt when any of
 them changes, so ``.to()``, ``load_state_dict`` and in-place edits need no hook; it holds the sources' storages, so that
-an address cannot come back with other contents. Inference tensors have no version and are packed anew at every call.
+an address cannot come back with other contents. Inference tensors have no version and are packed anew at every call,
+as all are inside somebody else's capture: such a pack has no contents before the graph is replayed.
 One edit cannot be seen: in place through ``parameter.data``, which torch itself does not count. Held weakly by module:
 state_dict, pickle and deepcopy never see packs, and a copied module packs for itself.
 """
@@ -61,15 +62,19 @@ def _pack(module: torch.nn.Module, name: str, sources: Sequence[torch.Tensor], b
         return held[1]
     with torch.no_grad():
         built = build()
-    _finish(sources)
+    if not _finished(sources):
+        return built
     with _lock:
         _packs.setdefault(module, {})[name] = (key, built, [source.untyped_storage() for source in sources])
     return built
 
 
-def _finish(sources: Sequence[torch.Tensor]) -> None:
-    """Wait until what this thread's stream packs is there: from now on other streams read it."""
+def _finished(sources: Sequence[torch.Tensor]) -> bool:
+    """Wait until what this thread's stream packs is there: from now on other streams read it. False inside somebody
+    else's capture, which a wait would end: nothing is there before the graph is replayed."""
     for device in {source.device for source in sources if source.is_cuda}:
         with torch.cuda.device(device):
-            if not torch.cuda.is_current_stream_capturing():  # somebody else's capture, which a wait would end
-                torch.cuda.current_stream().synchronize()
+            if torch.cuda.is_current_stream_capturing():
+                return False
+            torch.cuda.current_stream().synchronize()
+    return True

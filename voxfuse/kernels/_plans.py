@@ -120,7 +120,7 @@ class _Watch(TorchDispatchMode):
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         held = [*tensors, *self._made]
         single = isinstance(result, torch.Tensor)
-        results = [_place(tensor, self._made) for tensor in ([result] if single else result)]
+        results = [_made_as(tensor, self._made) for tensor in ([result] if single else result)]
         pointers = [
             [NOTHING if pointer is None else _place(pointer, held) for pointer in launch.pointers]
             for launch in launches
@@ -156,3 +156,15 @@ def _place(tensor: torch.Tensor, among: list[torch.Tensor]) -> int | None:
     if len(same) != 1 or among[same[0]].data_ptr() != tensor.data_ptr():
         return None
     return same[0]
+
+
+def _made_as(tensor: torch.Tensor, made: list[torch.Tensor]) -> int | None:
+    """Where a result is; None for a view of other shape, strides or type than what was allocated."""
+    place = _place(tensor, made)
+    if place is None or (tensor.shape, tensor.stride(), tensor.dtype) != (
+        made[place].shape,
+        made[place].stride(),
+        made[place].dtype,
+    ):
+        return None
+    return place
