@@ -69,6 +69,15 @@ def test_inference_weights_given_new_values_are_packed_anew():
         assert torch.equal(doubled(), doubled.module.weight * 2)
 
 
+def test_a_pack_of_a_pack_first_made_in_inference_mode_is_kept():
+    doubled, builds = Counted(torch.nn.Linear(3, 3)), []
+    with torch.inference_mode():
+        for _ in range(3):
+            twice = doubled()
+            pack(doubled.module, "of it", [twice], lambda twice=twice: builds.append(twice) or twice + 1)
+    assert doubled.builds == len(builds) == 1
+
+
 def test_a_pack_made_inside_a_capture_is_not_kept(monkeypatch):
     doubled = Counted(torch.nn.Linear(3, 3))
     with monkeypatch.context() as capture:

@@ -60,7 +60,7 @@ def _pack(module: torch.nn.Module, name: str, sources: Sequence[torch.Tensor], b
         held = _packs.setdefault(module, {}).get(name)
     if held is not None and held[0] == key:
         return held[1]
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # a pack of this pack needs its version
         built = build()
     if not _finished(sources):
         return built
