@@ -65,10 +65,14 @@ def _tf32_allowed() -> bool:
     return bool(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
 
 
-@torch.compiler.assume_constant_result  # Dynamo cannot trace these questions
 def suits(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether these functions run on a device in a type: what is known without the shapes."""
     return placement_fault(device) is None and dtype in FLOAT_TYPES and (dtype != torch.float32 or _tf32_allowed())
+
+
+# What torch.compiler.assume_constant_result does, without the second that importing Dynamo takes: it cannot trace these
+# questions.
+suits._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def unsupported_by_hopper(x: torch.Tensor, weight: torch.Tensor, tiles: torch.Tensor, dilation: int) -> str | None:
