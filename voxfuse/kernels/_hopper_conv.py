@@ -150,6 +150,19 @@ def stage_frames(
 
 
 @gluon.jit
+def store_zeros(
+    y_ptr, first, end, M: gl.constexpr, C: gl.constexpr, CHUNK: gl.constexpr, BITS: gl.constexpr
+):  # fmt: skip
+    """Zeros to frames first … end, at most M, of y [frames, C]."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 128 // BITS], [4, 8], [gl.num_warps(), 1], [1, 0])
+    t = first + gl.arange(0, M, gl.SliceLayout(1, layout))
+    for block in gl.static_range(C // CHUNK):
+        channel = block * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+        zeros = gl.zeros([M, CHUNK], y_ptr.dtype.element_ty, layout)
+        gl.store(y_ptr + t[:, None] * C + channel[None, :], zeros, mask=(t < end)[:, None])
+
+
+@gluon.jit
 def fetch(
     ring, weight_ptr, step, STEPS: gl.constexpr, OUT: gl.constexpr, N: gl.constexpr, CHUNK: gl.constexpr,
     BITS: gl.constexpr,

@@ -33,6 +33,7 @@ from voxfuse.kernels._hopper_conv import (
     packed,
     snake_of,
     stage_frames,
+    store_zeros,
     unsupported_by_hopper,
 )
 from voxfuse.kernels._launch import launch
@@ -65,6 +66,10 @@ def _pair_kernel(
     row = (program // blocks).to(gl.int64)
     first = (program % blocks) * (M - TAPS + 1)
     length = T if lengths_ptr is None else gl.minimum(gl.load(lengths_ptr + row).to(gl.int32), T)
+    y_ptr += row * T * C
+    if first >= length:  # behind the row's end: mixed lengths and buckets pay for little more than what is spoken
+        store_zeros(y_ptr, first, gl.minimum(first + M - TAPS + 1, T), M, C, CHUNK, BITS)
+        return
     tile = gl.allocate_shared_memory(dtype, [CHUNKS * ROWS // 8, 8, CHUNK], swizzled)
     ring = gl.allocate_shared_memory(dtype, [STAGES, C, CHUNK], swizzled)
     for step in gl.static_range(STAGES - 1):
@@ -92,7 +97,7 @@ def _pair_kernel(
     y += gl.load(bias2_ptr + channel).to(gl.float32)[None, :]
     y += gl.load(x_ptr + t[:, None] * stride_xt + channel[None, :], mask=valid, other=0.0).to(gl.float32)
     y = gl.where(valid, y, 0.0)
-    gl.store(y_ptr + row * T * C + t[:, None] * C + channel[None, :], y.to(dtype), mask=written)
+    gl.store(y_ptr + t[:, None] * C + channel[None, :], y.to(dtype), mask=written)
 
 
 def packed_pair(weights: torch.Tensor) -> torch.Tensor:
