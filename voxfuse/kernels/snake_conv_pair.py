@@ -12,8 +12,9 @@ Envelope: fp32 where cuDNN may use TF32, fp16, bf16, one type for all; 64 or 128
 span at most 65 frames; compute capability 9.0 (its tensor cores read a tap's operand from the middle of a tile in
 shared memory; ``_hopper_conv``) and no interpreter (Gluon has none); inference only.
 
-One program makes M frames of what lies between the convolutions and M − taps + 1 of y. It reads x once from memory, and
-once more from L2 as the residual; what lies between never leaves the chip. Weights are read by every program, from L2.
+One program makes M frames of what lies between the convolutions and M − taps + 1 of y; those behind a row's end only
+write zeros. It reads x once from memory, and once more from L2 as the residual; what lies between never leaves the
+chip. Weights are read by every program, from L2.
 Source: ResBlock.forward in cosyvoice/hifigan/generator.py.
 """
 
