@@ -173,6 +173,14 @@ def test_a_stack_that_nobody_can_speak_with_is_refused_before_anything_runs(tmp_
     assert "voxfuse bench --stack transformers" in said and not (tmp_path / "state").exists()
 
 
+def test_what_the_driver_never_runs_is_not_judged_and_said(stage: Any, tmp_path: Path) -> None:
+    stage.fusions = KNOWN
+    result = run(tmp_path, "--budget", 0)
+    assert [known for _, _, known in stage.profiled] == [KNOWN]
+    beyond = ", ".join(name for name in ALL if name not in KNOWN)
+    assert f"the driver of kokoro does not run {beyond}: not judged" in result.stderr
+
+
 def test_usage(stage: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "others").mkdir()
