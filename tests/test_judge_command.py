@@ -188,6 +188,7 @@ def test_usage(stage: Any, tmp_path: Path) -> None:
     for arguments, message in (
         (("--stack", "vocos"), "no fusions for 'vocos'; stacks with fusions: chatterbox, cosyvoice2,"),
         (("--device", "banana"), "expected cpu, cuda"),
+        (("--case", "nosuch"), "on kokoro with 'nosuch' in its name"),
         (("--protocol", "lax"), "expected one of smoke, full"),
         (("--state", tmp_path / "file"), "is a file"),
         (("--ledger", tmp_path / "file"), "is a file"),

@@ -237,7 +237,7 @@ def _import_error(stack: StackPatches) -> str | None:
     try:
         stack.load()
     except Exception as error:  # whatever a broken installation raises
-        return f"{type(error).__name__}: {error}; none of it is patched until `import` works"
+        return f"{type(error).__name__}: {error}; its name patches nothing until that works"
     return None
 
 
