@@ -138,3 +138,9 @@ def test_the_installed_command_is_this_one() -> None:
     command = Path(sys.executable).with_name("voxfuse")
     done = subprocess.run([command, "--version"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
     assert done.stdout == f"voxfuse {VERSION}\n"
+
+
+def test_hotspots_refuses_a_stack_that_no_fusion_is_for(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["hotspots", str(tmp_path / "trace.json"), "--stack", "nosuch"])
+    said = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and "no fusions for 'nosuch'; stacks with fusions: chatterbox, cosyvoice2," in said

@@ -1,11 +1,13 @@
 """The doctor on machines that this one is not: no compiler, no driver's torch, old versions, wrong variables."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from toystack import ToyStack
 from verdicts import H200, verdict
 
 from voxfuse import doctor
@@ -13,6 +15,7 @@ from voxfuse.doctor import folders
 from voxfuse.evidence import ledger
 from voxfuse.fusions.registry import FUSIONS
 from voxfuse.kernels import _op
+from voxfuse.patches import registry
 from voxfuse.patches.registry import default_stacks
 from voxfuse.records import to_json
 
@@ -276,9 +279,26 @@ def test_an_installed_stack_without_patches_is_said(monkeypatch: pytest.MonkeyPa
 )
 def test_stacks(version: str | None, value: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed_version", lambda distribution: version)
+    monkeypatch.setattr(doctor, "_import_error", lambda stack: None)
     finding = found("stack kokoro")
     assert (finding.value, finding.state) == (value, state)
     assert state == "ok" or "0.9.4" in finding.advice
+
+
+def test_a_stack_that_is_installed_and_cannot_be_imported_is_not_ok(
+    toy: ToyStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's receipts speak of the missing GPU, so this finding is all that tells."""
+
+    def load() -> None:
+        raise ModuleNotFoundError("No module named 'scipy'")
+
+    assert found("stack toyvoice").state == "ok"
+    broken = dataclasses.replace(registry.STACKS["toyvoice"](), load=load)
+    monkeypatch.setitem(registry.STACKS, "toyvoice", lambda: broken)
+    finding = found("stack toyvoice")
+    assert finding.value.endswith(" 1.2, cannot be imported") and finding.state == "note"
+    assert "ModuleNotFoundError: No module named 'scipy'" in finding.advice
 
 
 def test_a_bad_record_of_the_ledger_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -173,6 +173,14 @@ def test_a_stack_that_nobody_can_speak_with_is_refused_before_anything_runs(tmp_
     assert "voxfuse bench --stack transformers" in said and not (tmp_path / "state").exists()
 
 
+def test_what_the_driver_never_runs_is_not_judged_and_said(stage: Any, tmp_path: Path) -> None:
+    stage.fusions = KNOWN
+    result = run(tmp_path, "--budget", 0)
+    assert [known for _, _, known in stage.profiled] == [KNOWN]
+    beyond = ", ".join(name for name in ALL if name not in KNOWN)
+    assert f"the driver of kokoro does not run {beyond}: not judged" in result.stderr
+
+
 def test_usage(stage: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "others").mkdir()
@@ -180,6 +188,7 @@ def test_usage(stage: Any, tmp_path: Path) -> None:
     for arguments, message in (
         (("--stack", "vocos"), "no fusions for 'vocos'; stacks with fusions: chatterbox, cosyvoice2,"),
         (("--device", "banana"), "expected cpu, cuda"),
+        (("--case", "nosuch"), "on kokoro with 'nosuch' in its name"),
         (("--protocol", "lax"), "expected one of smoke, full"),
         (("--state", tmp_path / "file"), "is a file"),
         (("--ledger", tmp_path / "file"), "is a file"),

@@ -11,7 +11,7 @@ from toystack import ToyStack, fused_norm, fused_residual, toy_fusion
 import voxfuse
 from voxfuse.evidence import acceptance
 from voxfuse.fusions.registry import FUSIONS
-from voxfuse.patches import PatchError, PatchWarning, registry
+from voxfuse.patches import PatchError, PatchWarning, engine, registry
 from voxfuse.patches.engine import apply_patches
 from voxfuse.patches.spec import Patch, StackPatches
 
@@ -183,7 +183,13 @@ def test_policy_proven_asks_the_ledger(toy: ToyStack, monkeypatch: pytest.Monkey
     assert gain.reason == "accepted: fidelity-only"
 
 
-def test_nothing_proven_names_the_command_that_settles_it(toy: ToyStack) -> None:
+def test_nothing_proven_on_a_cpu_says_how_to_apply_it(toy: ToyStack) -> None:
+    with pytest.warns(PatchWarning, match="no fusion of toyvoice is proven here; policy='all' applies them"):
+        apply("toyvoice", policy="proven")
+
+
+def test_nothing_proven_names_the_command_that_settles_it(toy: ToyStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "compute_capability", lambda: "9.0")
     with pytest.warns(PatchWarning, match="`voxfuse judge --stack toyvoice` judges them on this GPU"):
         (receipt,) = apply("toyvoice", policy="proven").receipts
     assert receipt.status == "skipped"

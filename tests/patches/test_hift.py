@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import sys
 
 import hift_classes
 import pytest
@@ -14,7 +15,7 @@ from voxfuse.fusions import hift_graph
 from voxfuse.fusions.graph_runner import capturing, runners
 from voxfuse.fusions.hift import samples_per_frame
 from voxfuse.kernels._op import TALLIES, Run
-from voxfuse.patches import _hift, registry
+from voxfuse.patches import _hift, cosyvoice3, registry
 from voxfuse.patches.guards import resolve
 
 CLOSE = 1e-5  # relative RMS: fp32 roundings amplified by exp
@@ -324,3 +325,17 @@ def test_an_instance_asked_for_strictly(stack, hift):
     with voxfuse.apply_patches(hift, policy="all", backend="reference", strict=True) as patches:
         applied = {receipt.fusion for receipt in patches.receipts if receipt.status == "applied"}
     assert "snake_conv_block" in applied
+
+
+@pytest.mark.parametrize("include", [None, ["sine_source"]])
+def test_classes_of_a_relative_that_a_model_has_none_of_are_no_failure(include, monkeypatch):
+    """cosyvoice-minicpmo has CosyVoice3's names with other sources, or not at all: nothing of it is in this model."""
+    hift = hift_classes.generator("cosyvoice2")
+    monkeypatch.delitem(sys.modules, cosyvoice3.REFERENCE, raising=False)  # with which the stack is another one
+    with voxfuse.apply_patches(hift, policy="all", include=include, backend="reference", strict=True) as patches:
+        reasons = {(r.stack, r.fusion): r.reason for r in patches.receipts if r.fusion == "sine_source"}
+    if not hift_classes.CHECKOUT:
+        assert reasons == {
+            ("cosyvoice2", "sine_source"): None,
+            ("cosyvoice3", "sine_source"): "no SourceModuleHnNSF in this model",
+        }

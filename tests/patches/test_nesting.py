@@ -1,5 +1,6 @@
 """Sets of patches that nest, overlap, pause and leave in any order; exceptions and threads."""
 
+import dataclasses
 import gc
 import threading
 import weakref
@@ -8,7 +9,7 @@ import pytest
 import torch
 from toystack import ToyStack, fused_norm, toy_rms_norm
 
-from voxfuse.patches import PatchError, PatchWarning
+from voxfuse.patches import PatchError, PatchWarning, registry
 from voxfuse.patches.engine import apply_patches
 
 ALREADY = "already applied by an earlier patch set"
@@ -20,6 +21,19 @@ def apply(*targets, **options):
 
 def installed(toy: ToyStack):
     return vars(toy.layers.Norm)["forward"]
+
+
+def test_two_stacks_with_one_class_share_the_replacement_of_a_set(
+    toy: ToyStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cousin = dataclasses.replace(registry.STACKS["toyvoice"](), name="toycousin")
+    monkeypatch.setitem(registry.STACKS, "toycousin", lambda: cousin)
+    with apply(toy.voice()) as patches:
+        assert {receipt.stack: (receipt.status, receipt.reason) for receipt in patches.receipts} == {
+            "toyvoice": ("applied", None),
+            "toycousin": ("applied", "shared with stack toyvoice"),
+        }
+        assert [receipt.reason for receipt in apply(toy.voice()).receipts] == [None, "shared with stack toyvoice"]
 
 
 @pytest.mark.parametrize("target", ["class", "instance"])

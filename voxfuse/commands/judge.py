@@ -91,10 +91,19 @@ def judge(
             f"no fusions for {stack!r}; stacks with fusions: {', '.join(stacks)}", param_hint="--stack"
         )
     try:
-        gate_command.driver(stack)  # without one it ends before the gate, after all the benches
+        speaker = gate_command.driver(stack)  # without one it ends before the gate, after all the benches
     except ValueError as error:
         message = f"{error}; shape by shape its fusions are judged by voxfuse bench --stack {stack}"
         raise typer.BadParameter(message, param_hint="--stack") from error
+    reached = getattr(speaker, "fusions", known)
+    if beyond := [name for name in known if name not in reached]:
+        print(f"voxfuse judge: the driver of {stack} does not run {', '.join(beyond)}: not judged", file=sys.stderr)
+    known = tuple(name for name in known if name in reached)
+    if case is not None:  # a name that was mistyped costs a profile and a gate otherwise
+        try:
+            micro.choose([name for name in known if not FUSIONS[name].graph], stack, case)
+        except KeyError as error:
+            raise typer.BadParameter(error.args[0], param_hint="--case") from error
     folder = checked_folder(state or Path("runs") / f"judge-{stack}-{where.replace(':', '-')}", "--state")
     book = checked_folder(
         ledger_folder or Path(os.environ.get(ledger.USER_FOLDER_VARIABLE) or folder / "ledger"), "--ledger"

@@ -28,6 +28,7 @@ from voxfuse.kernels._triton import TRITON_VERSION
 from voxfuse.patches import PatchError, registry, switches
 from voxfuse.patches.guards import installed_version
 from voxfuse.patches.policy import compute_capability
+from voxfuse.patches.spec import StackPatches
 from voxfuse.profiles.environment import capture_environment
 from voxfuse.profiles.nvml import driver_version
 from voxfuse.records import MicroVerdict, Receipt, Record
@@ -47,7 +48,6 @@ VARIABLES = (
 
 # Distributions of known stacks that may have no patches yet; general libraries say nothing about what is spoken with.
 UNPATCHED = {
-    "chatterbox": "chatterbox-tts",
     "qwen_tts": "qwen-tts",
     "mimi": "moshi",
     "dac": "descript-audio-codec",
@@ -232,9 +232,18 @@ def _stack_of(verdict: ledger.Verdict) -> str:
     return verdict.case.stack if isinstance(verdict, MicroVerdict) else verdict.stack
 
 
+def _import_error(stack: StackPatches) -> str | None:
+    """Why a stack that is installed cannot be imported, or None: on a CPU the dry run never gets as far as that."""
+    try:
+        stack.load()
+    except Exception as error:  # whatever a broken installation raises
+        return f"{type(error).__name__}: {error}; its name patches nothing until that works"
+    return None
+
+
 def _stacks() -> list[Finding]:
-    """Every stack that has patches: its installed release, and whether it is a tested one; and every other known one
-    that is installed."""
+    """Every stack that has patches: its installed release, whether it can be imported and is a tested one; and every
+    other known one that is installed."""
     found = []
     for name, declare in registry.STACKS.items():
         stack = declare()
@@ -242,6 +251,9 @@ def _stacks() -> list[Finding]:
         tested = f"tested releases of {stack.distribution}: {', '.join(stack.sources)}"
         if version is None:
             found.append(Finding(subject=f"stack {name}", value="not installed", state="note", advice=tested))
+        elif (obstacle := _import_error(stack)) is not None:
+            value = f"{stack.distribution} {version}, cannot be imported"
+            found.append(Finding(subject=f"stack {name}", value=value, state="note", advice=obstacle))
         elif version in stack.sources:
             found.append(Finding(subject=f"stack {name}", value=f"{stack.distribution} {version}, tested"))
         else:

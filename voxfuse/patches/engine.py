@@ -16,7 +16,7 @@ from voxfuse.patches.errors import PatchError, PatchWarning
 from voxfuse.patches.layers import LOCK, Replacement, Site, site
 from voxfuse.patches.patchset import PatchSet
 from voxfuse.patches.plan import Planner, Step, method_name
-from voxfuse.patches.policy import Selection, selection
+from voxfuse.patches.policy import Selection, compute_capability, selection
 from voxfuse.patches.receipts import Entry, ReceiptFile, Why
 from voxfuse.patches.spec import Patch
 from voxfuse.records import Backend
@@ -99,12 +99,14 @@ def _warn_unproven(steps: Sequence[Step]) -> None:
         own = [step for step in steps if step.entry.stack == stack]
         settled = any(step.entry.why in (Why.APPLIED, Why.FAILED) for step in own)
         if any(step.unproven for step in own) and not settled:
-            warnings.warn(
-                f"nothing is patched: no fusion of {stack} is proven here; `voxfuse judge --stack {stack}` judges them "
-                "on this GPU, and `voxfuse ledger why FUSION` says what is missing",
-                PatchWarning,
-                stacklevel=3,
+            remedy = (
+                "policy='all' applies them, as nothing is proven on a CPU"
+                if compute_capability() is None
+                else f"`voxfuse judge --stack {stack}` judges them on this GPU, and `voxfuse ledger why FUSION` says "
+                "what is missing"
             )
+            message = f"nothing is patched: no fusion of {stack} is proven here; {remedy}"
+            warnings.warn(message, PatchWarning, stacklevel=3)
 
 
 def _refuse_failures(steps: Sequence[Step], wishes: Selection) -> None:
@@ -135,9 +137,10 @@ def _dry(steps: Sequence[Step]) -> list[tuple[Entry, Sequence[Site]]]:
 def _install(steps: Sequence[Step], token: object, backend: Backend) -> list[tuple[Entry, Sequence[Site]]]:
     touched: list[Site] = []
     applied: list[tuple[Entry, Sequence[Site]]] = []
+    own: set[str] = set()  # keys of this set's replacements
     try:
         for step in steps:
-            sites = [] if step.patch is None else _install_step(step, step.patch, token, backend, touched)
+            sites = [] if step.patch is None else _install_step(step, step.patch, token, backend, touched, own)
             applied.append((step.entry, sites))
     except BaseException:
         for place in touched:
@@ -146,7 +149,9 @@ def _install(steps: Sequence[Step], token: object, backend: Backend) -> list[tup
     return applied
 
 
-def _install_step(step: Step, patch: Patch, token: object, backend: Backend, touched: list[Site]) -> list[Site]:
+def _install_step(
+    step: Step, patch: Patch, token: object, backend: Backend, touched: list[Site], own: set[str]
+) -> list[Site]:
     entry = step.entry
     key = f"{entry.stack}/{entry.fusion}/{entry.target}#{next(_run_numbers)}"
     sites, shared, built = [], [], None
@@ -161,10 +166,12 @@ def _install_step(step: Step, patch: Patch, token: object, backend: Backend, tou
         built = built or _build(patch, place.untouched(), Run(backend, key))
         place.push(token, Replacement(entry.fusion, entry.target, backend, key, built))
     if shared:
-        said = "already applied by an earlier patch set"
+        relative = next((key.partition("/")[0] for key in shared if key in own), None)
+        said = "already applied by an earlier patch set" if relative is None else f"shared with stack {relative}"
         said = said if built is None else f"{len(shared)} of {len(sites)} modules {said}"
         entry.reason = "; ".join(filter(None, (said, entry.reason)))
     entry.backend = backend
+    own.add(key)
     entry.keys = tuple(dict.fromkeys((*shared, *(() if built is None else (key,)))))
     return sites
 

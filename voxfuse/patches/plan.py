@@ -87,9 +87,9 @@ class Planner:
             for patch in stack.patches:
                 if patch.by_name_only is not None:
                     steps.append(scope.skip(patch, Why.ABSENT, f"patch the stack by name: {patch.by_name_only}"))
-                elif patch.target.partition(":")[0] in sys.modules:
+                elif _matching(model, patch) or _method_is_gone(patch):
                     steps.append(self._patch(scope, patch, owners))
-                else:  # a module of a large library that nobody has loaded: no instance of it exists
+                else:  # whatever became of a class that this model has no instance of: a relative stack's, say
                     steps.append(scope.skip(patch, Why.ABSENT, _nothing_in_model(patch)))
         served = {step.entry.target for step in steps if step.entry.why is Why.APPLIED}
         steps = [step for step in steps if step.entry.why is not Why.FAILED or step.entry.target not in served]
@@ -244,6 +244,15 @@ def _matching(model: nn.Module, patch: Patch) -> list[nn.Module]:
     if not isinstance(owner, type):
         return []
     return [m for m in model.modules() if isinstance(m, owner) and not _of_a_relative(type(m), owner, patch)]
+
+
+def _method_is_gone(patch: Patch) -> bool:
+    """Whether the class of a patch is there without its method: upstream changed, in whichever models have it."""
+    module, _, path = patch.target.partition(":")
+    owner: Any = sys.modules.get(module)
+    for part in path.split(".")[:-1]:
+        owner = vars(owner).get(part) if owner is not None else None
+    return isinstance(owner, type) and not hasattr(owner, method_name(patch))
 
 
 def _of_a_relative(kind: type, owner: type, patch: Patch) -> bool:

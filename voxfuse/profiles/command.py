@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from voxfuse._terminal import table_console
+from voxfuse.fusions.registry import FUSIONS
 from voxfuse.profiles.analyse import NOISE, analyse_files
 from voxfuse.profiles.report import ReportUnavailable, write_report
 from voxfuse.profiles.tables import SHOWN, show
@@ -40,6 +41,9 @@ def hotspots(
 
     Exit status: 0 done, 2 usage or environment (a trace that is broken, or not of steady work, included).
     """
+    if stack and stack not in (stacks := sorted({name for fusion in FUSIONS.values() for name in fusion.stacks})):
+        message = f"no fusions for {stack!r}; stacks with fusions: {', '.join(stacks)}"
+        raise typer.BadParameter(message, param_hint="--stack")
     with errors("hotspots"), reading() as notify:
         processes = analyse_files(traces, stack=stack, mapping=mapping, noise=noise, notify=notify)
         report = HotspotReport(stack=stack, workload={}, noise=noise, environment=None, processes=processes)
