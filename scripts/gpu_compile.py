@@ -75,7 +75,9 @@ def needed(cases: list[JudgedCase]) -> list[JudgedCase]:
 
 @torch.no_grad()
 def prepare(judged: JudgedCase, plan: Bench) -> None:
-    """Call every arm of a case once, on inputs of its types, shapes and strides."""
+    """Call every arm of a case once, on inputs of its types, shapes and strides, under the judge's settings."""
+    # The judge's ceilings set this and set it back, which leaves "ieee" for "none": a part of Inductor's cache key.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32
     how = Run(plan.backend, "compile")
     made = contest(judged.fusion, judged.case, plan.device, HostClock(), how, CEILINGS, plan.compile_backend)
     for call in (made.voxfuse, *made.baselines.values()):
