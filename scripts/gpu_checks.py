@@ -1,4 +1,6 @@
-"""Step ``checks``: the kernel tests on the GPU, then AdaIN directly over awkward sizes, strides, types and lengths."""
+"""Step ``checks``: the tests that need the GPU alone, the kernel tests on it, then AdaIN directly over awkward sizes,
+strides, types and lengths.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 from gpu_suite_state import NOT_REACHED, REPOSITORY, Row, Suite
+from gpu_tests import ALONE
 
 from voxfuse.kernels._op import TALLIES
 from voxfuse.kernels.adain import adain_act
@@ -28,8 +31,9 @@ DATA = ("ordinary", "far from zero", "tiny", "constant")
 
 
 def run(suite: Suite) -> Iterator[Row]:
-    """A row for the kernel tests (which run on either), one for the sweep, and one for each of its faults (ten at
-    most)."""
+    """A row for the tests marked gpu that time something, one for the kernel tests (which run on either), one for the
+    sweep, and one for each of its faults (ten at most)."""
+    yield _pytest(suite, "pytest-alone", ["-m", "gpu", *ALONE])
     kernels = "tests/kernels/test_rounding.py" if suite.dry else "tests/kernels"
     yield _pytest(suite, "pytest-kernels", [kernels, "-m", "not gpu and not aot"])
     yield from _sweep(suite)

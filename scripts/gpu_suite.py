@@ -17,7 +17,8 @@ decoder     60  wall time of the real Kokoro decoder (random weights): untouched
 launches    30  kernels launched and GPU busy time of the same, from torch.profiler
 gate       600  ``voxfuse gate --generate-only`` of Kokoro with real weights, for each set of fusions (all, or those
                 that ``--gate-sets`` numbers) into OUT/gate-1, OUT/gate-2, …; ``--gate-args`` adds arguments
-checks     300  kernel tests on the GPU, then AdaIN over odd sizes, strides, types and lengths on NaN-poisoned memory
+checks     300  tests that time something and kernel tests on the GPU, then AdaIN over odd sizes, strides, types and
+                lengths on NaN-poisoned memory
 
 The suite is resumable: what OUT holds is not measured again (a step goes on where its time ended), nothing begins
 after the budget, and the table at the end shows what is there and what is missing. Exit status: 0 all done and sound,
@@ -29,7 +30,8 @@ command three times without a pause, on one OUT outside the checkout (the caches
 
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl
     export PYTHONPATH=/tmp/site:$PWD VOXFUSE_COMMIT=… PYTHONUNBUFFERED=1
-    python3 scripts/gpu_suite.py --out /tmp/r --budget 555 --pack $OUT --pack-count 4 --kernels "snake*,conv1d*,…"
+    python3 scripts/gpu_suite.py --out /tmp/r --budget 555 --pack $OUT --pack-count 4 --tests FILE,… \\
+        --kernels "snake*,conv1d_snake,stft_*,skinny_*,small_attention,*_source,*sample"
 
 1st: 20 s to install, 110 s untimed, 210 s micro, 45 + 60 + 50 + 60 s hift, lm, cosyvoice3, judge. 2nd: what is left of
 these, micro at its next cases, Kokoro. 3rd: ``--only micro,gate`` or what failed, mended: another commit judges anew,

@@ -13,7 +13,8 @@ from gpu_tests_plugin import NOTES, PASSED
 
 PROCESSES = 10
 MOST_LISTED = 20
-DRY = "tests/microbench/test_timer.py"
+ALONE = ("tests/microbench/test_timer.py", "tests/microbench/test_sensitivity.py")  # they time: step checks runs them
+DRY = ALONE[0]
 
 
 def run(suite: Suite) -> Iterator[Row]:
@@ -52,7 +53,7 @@ def run(suite: Suite) -> Iterator[Row]:
 
 def in_order(first: tuple[str, ...]) -> list[str]:
     """The files with tests marked gpu, ``first`` before the others. Only these are collected: others may import what a
-    GPU machine lacks. The cases of tests/benchmarks are those of the step ``micro``."""
+    GPU machine lacks. The cases of tests/benchmarks are those of the step ``micro``; of ``ALONE``, see there."""
     files = sorted(path for path in (REPOSITORY / "tests").rglob("test_*.py") if path.parent.name != "benchmarks")
     marked = [str(path.relative_to(REPOSITORY)) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
-    return [*first, *(name for name in marked if name not in first)]
+    return [*first, *(name for name in marked if name not in (*first, *ALONE))]
