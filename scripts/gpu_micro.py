@@ -78,8 +78,8 @@ def chosen(dry: bool) -> list[JudgedCase]:
 
 
 def run(suite: Suite) -> Iterator[Row]:
-    """One row per case. A case is judged again where the verdict in OUT is wrong, unsound or of other code; one that
-    left the GPU in error comes last when the suite goes on."""
+    """One row per case, and one for all that were not reached. A case is judged again where the verdict in OUT is
+    wrong, unsound or of other code; one that left the GPU in error comes last when the suite goes on."""
     folder = suite.out / "records"
     entries = ledger.load([folder] if folder.exists() else [])
     verdicts = [entry.verdict for entry in entries if isinstance(entry.verdict, MicroVerdict)]
@@ -87,6 +87,7 @@ def run(suite: Suite) -> Iterator[Row]:
     plan = bench.bench_for(suite.device, suite.pairs, suite.left)
     deadly = (suite.saved(DEADLY) or {"cases": []})["cases"]
     raised: dict[str, str] = {}
+    missing: list[str] = []
 
     def broke(judged: JudgedCase, error: Exception) -> None:
         traceback.print_exception(error, limit=-3)
@@ -99,7 +100,14 @@ def run(suite: Suite) -> Iterator[Row]:
     cases = sorted(chosen(suite.dry), key=lambda judged: name_of(judged) in deadly)
     for judged in bench.run(cases, plan, there, lambda verdict: ledger.append(verdict, folder), broke=broke):
         name = name_of(judged.case)
-        yield Row(name, raised[name], "wrong") if name in raised else _row(name, judged, suite.dry)
+        if name in raised:
+            yield Row(name, raised[name], "wrong")
+        elif judged.verdict is None:
+            missing.append(name)
+        else:
+            yield _row(name, judged.verdict, judged.outcome, suite.dry)
+    if missing:
+        yield Row(f"{len(missing)} cases", f"{NOT_REACHED}; the first of them: {missing[0]}", "missing")
 
 
 def _device_fault(device: torch.device) -> str | None:
@@ -115,10 +123,8 @@ def _device_fault(device: torch.device) -> str | None:
     return None
 
 
-def _row(name: str, judged: bench.Judged, dry: bool) -> Row:
-    if judged.verdict is None:
-        return Row(name, NOT_REACHED, "missing")
-    text = bench.summary(judged.verdict)
-    if judged.outcome == "unsound":
+def _row(name: str, verdict: MicroVerdict, outcome: bench.Outcome, dry: bool) -> Row:
+    text = bench.summary(verdict)
+    if outcome == "unsound":
         return Row(name, f"controls unsound; {text}", "ok" if dry else "wrong")  # a dry run claims nothing
-    return Row(name, text, "wrong" if judged.outcome == "wrong" else "ok")
+    return Row(name, text, "wrong" if outcome == "wrong" else "ok")

@@ -13,8 +13,8 @@ hift        45  scripts/gpu_hift.py --quick: wall time of HiFT of each stack, un
 lm          60  scripts/gpu_lm.py: CosyVoice2's own decode loop and Chatterbox's T3
 cosyvoice3  50  ``voxfuse gate --stack cosyvoice3``, 12 sentences, its graphs
 judge       60  ``voxfuse judge --stack cosyvoice2`` at one case
-decoder     60  wall time of the real Kokoro decoder (random weights): untouched, patched, torch.compile
-launches    30  kernels launched and GPU busy time of the same, from torch.profiler
+decoder    150  wall time of the real Kokoro decoder (random weights): untouched, patched, torch.compile
+launches    60  kernels launched and GPU busy time of the same, from torch.profiler
 gate       600  ``voxfuse gate --generate-only`` of Kokoro with real weights, for each set of fusions (all, or those
                 that ``--gate-sets`` numbers) into OUT/gate-1, OUT/gate-2, …; ``--gate-args`` adds arguments
 checks     300  tests that time something and kernel tests on the GPU, then AdaIN over odd sizes, strides, types and
@@ -85,8 +85,8 @@ STEPS = {
     "lm": Step("gpu_programs", "lm", 60),
     "cosyvoice3": Step("gpu_programs", "cosyvoice3", 50),
     "judge": Step("gpu_programs", "judge", 60),
-    "decoder": Step("gpu_decoder", "run_walls", 60),
-    "launches": Step("gpu_decoder", "run_launches", 30),
+    "decoder": Step("gpu_decoder", "run_walls", 150),
+    "launches": Step("gpu_decoder", "run_launches", 60),
     "gate": Step("gpu_gate", "run", 600),
     "checks": Step("gpu_checks", "run", 300),
 }
