@@ -1,4 +1,6 @@
-"""Step ``checks``: the tests marked gpu, then AdaIN directly over awkward sizes, strides, types and lengths."""
+"""Step ``checks``: the tests that need the GPU alone, the kernel tests on it, then AdaIN directly over awkward sizes,
+strides, types and lengths.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-from gpu_suite_state import NOT_REACHED, Row, Suite
+from gpu_suite_state import NOT_REACHED, REPOSITORY, Row, Suite
+from gpu_tests import ALONE
 
 from voxfuse.kernels._op import TALLIES
 from voxfuse.kernels.adain import adain_act
 from voxfuse.microbench.judge import error_fp64, fidelity_fault, poisoned_memory
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 FRAMES = (2, 15, 16, 17, 127, 129, 1000, 4095, 4096, 4097, 8191, 8192, 8193, 48_001)
 ROWS_CHANNELS = ((1, 32), (1, 128), (2, 33), (3, 64), (33, 5))  # coefficients round once a channel: an RMS needs some
 DTYPES = (
@@ -30,10 +31,9 @@ DATA = ("ordinary", "far from zero", "tiny", "constant")
 
 
 def run(suite: Suite) -> Iterator[Row]:
-    """A row for the tests marked gpu, one for the kernel tests (which run on either), one for the sweep, and one for
-    each of its faults (ten at most)."""
-    marked = ["tests/microbench/test_timer.py"] if suite.dry else _files_with_gpu_tests()
-    yield _pytest(suite, "pytest-gpu", ["-m", "gpu", *marked])
+    """A row for the tests marked gpu that time something, one for the kernel tests (which run on either), one for the
+    sweep, and one for each of its faults (ten at most)."""
+    yield _pytest(suite, "pytest-alone", ["-m", "gpu", *ALONE])
     kernels = "tests/kernels/test_rounding.py" if suite.dry else "tests/kernels"
     yield _pytest(suite, "pytest-kernels", [kernels, "-m", "not gpu and not aot"])
     yield from _sweep(suite)
@@ -61,13 +61,6 @@ def _pytest(suite: Suite, name: str, arguments: list[str]) -> Row:
             print(result["output"], flush=True)
     last_line = result["output"].strip().splitlines()[-1]
     return Row(title, last_line, "ok" if result["status"] in (0, 5) else "wrong")
-
-
-def _files_with_gpu_tests() -> list[str]:
-    """Only these are collected: others may import what a GPU machine lacks. The cases of tests/benchmarks are those of
-    the step ``micro``."""
-    files = sorted(path for path in (REPOSITORY / "tests").rglob("test_*.py") if path.parent.name != "benchmarks")
-    return [str(path.relative_to(REPOSITORY)) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
 
 
 def _values(data: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -8,13 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpu_suite_state import NOT_REACHED, Row, Suite
+from gpu_suite_state import NOT_REACHED, REPOSITORY, Row, Suite
 
 from voxfuse.commands.gate_sets import gate_sets
 from voxfuse.fusions.registry import FUSIONS
 from voxfuse.patches import registry
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 FEWEST_SECONDS = 45.0  # to load the model and speak anything worth it
 
 

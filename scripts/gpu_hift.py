@@ -1,13 +1,15 @@
 """Wall and GPU-busy time of HiFT (CosyVoice2, CosyVoice3, Chatterbox) at the released shapes with random weights, on a
 GPU:
 
-    PYTHONPATH=SITE:. python scripts/gpu_hift.py [--out FILE] [--stack cosyvoice3] [--compile]
+    PYTHONPATH=SITE:. python scripts/gpu_hift.py [--out FILE] [--stack cosyvoice3] [--compile] [--quick]
 
 SITE holds ``cosyvoice-minicpmo`` and ``chatterbox-tts``, installed with --no-deps; CosyVoice3 is a checkout named by
 COSYVOICE_HOME, or our reference. Prints one JSON object a line, for each (rows, mel frames; 50 frames a second): ms of
 ``decode`` and of ``inference``, untouched, with fused blocks and source alone, and from graphs; kernels launched and
 GPU-busy ms; the error of ``decode`` against fp64; of CosyVoice3 a hop of a stream (``finalize=False``); and, once a
 stack, a batch of 16 rows of mixed lengths (1 to 12 s), whole and in groups, against the same audio in 16 equal rows.
+``--quick`` is for a step of a minute: 10 s of 1 and 16 rows and the mixed batch, untouched and from graphs, few
+repetitions, a short line on the terminal (the whole one in FILE). What raises is a line too.
 ``--device cpu --width 32`` is a dry run.
 """
 
@@ -19,6 +21,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ from voxfuse.fusions.hift_graph import Runners  # noqa: E402
 from voxfuse.kernels._op import Run  # noqa: E402
 
 SHAPES = ((1, 100), (1, 500), (8, 500), (16, 500))
+QUICK_SHAPES = ((1, 500), (16, 500))
 ARMS = {
     "blocks": ["snake_conv_block", "sine_source"],
     "graph": ["hift_graph", "hift_source_graph"],
@@ -182,19 +186,46 @@ def mixed(stack: str, hift: Any) -> dict[str, Any]:
     }
 
 
+def brief(result: dict[str, Any]) -> dict[str, Any]:
+    """Of a shape, untouched then patched, what a terminal shows."""
+    arms = [result[arm] for arm in ("eager", *ARMS) if arm in result]
+    if len(arms) < 2:
+        return result
+    keys = ("decode_ms", "inference_ms", "busy_ms", "launches", "error_fp64")
+    short = {key: [arm[key] for arm in arms] for key in keys}
+    ratio = arms[0]["inference_ms"] / arms[-1]["inference_ms"]
+    return {key: result[key] for key in ("stack", "rows", "frames")} | short | {
+        "inference_ratio": ratio, "fallbacks": arms[-1]["fallbacks"]
+    }  # fmt: skip
+
+
+def attempted(stack: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a call found, or what it raised: the next one must not wait for another run."""
+    try:
+        return call()
+    except Exception as error:
+        traceback.print_exc(limit=-3)
+        return {"stack": stack, "broke": f"{type(error).__name__}: {error}"[:300]}
+
+
 @torch.inference_mode()
 def main() -> None:
-    """Measure and print."""
+    """Measure and print; exits with 1 where something raised."""
     global device, WARM_UPS, REPEATS
+    broke = False
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--stack", choices=[*hift_classes.MODULES], action="append")
     parser.add_argument("--compile", action="store_true", help="torch.compile too: minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, arms and repetitions")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--width", type=int, default=512, help="channels: 512 as released")
     options = parser.parse_args()
     device = torch.device(options.device)
-    shapes = SHAPES
+    shapes = QUICK_SHAPES if options.quick else SHAPES
+    if options.quick:
+        del ARMS["blocks"]
+        WARM_UPS, REPEATS = 3, 12
     if device.type == "cpu":
         shapes, WARM_UPS, REPEATS = ((1, 12), (2, 20)), 0, 1
     for stack in options.stack or hift_classes.MODULES:
@@ -207,11 +238,13 @@ def main() -> None:
             hift = hift_classes.generator(stack, **settings, cond_channels=options.width).to(device)
         results = [lambda r=r, t=t: shape(stack, hift, r, t, options.compile) for r, t in shapes]  # noqa: B023
         for call in (*results, lambda: mixed(stack, hift)):  # noqa: B023
-            line = json.dumps(call())
-            print(line, flush=True)
+            result = attempted(stack, call)
+            broke = broke or "broke" in result
+            print(json.dumps(brief(result) if options.quick else result), flush=True)
             if options.out is not None:
                 with options.out.open("a") as file:
-                    file.write(line + "\n")
+                    file.write(json.dumps(result) + "\n")
+    sys.exit(broke)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """Step ``sanitizer``: every kernel at awkward small shapes under compute-sanitizer's memcheck and racecheck.
 
-``python scripts/gpu_sanitizer.py`` is the program that is watched: each call once, allocations without a cache, so that
-an access one element beyond a tensor is one beyond an allocation.
+``python scripts/gpu_sanitizer.py [--kernels NAME,...]`` is the program that is watched: each call once (of all kernels,
+or of those that match), allocations without a cache, so that an access one element beyond a tensor is one beyond an
+allocation. Inputs are made on the host: torch's own kernels would be watched too.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout that is not installed
 
-from gpu_suite_state import NOT_REACHED, Row, Suite
+from gpu_suite_state import KILLED_AFTER_S, NOT_REACHED, ONE_CORE, Row, Suite, last_line
 
 from voxfuse.kernels._hopper_conv import packed
 from voxfuse.kernels._op import TALLIES, FusedOp, Run
@@ -46,41 +49,44 @@ from voxfuse.kernels.stft import stft_complex, stft_polar
 from voxfuse.kernels.swiglu import swiglu
 
 TOOLS = ("memcheck", "racecheck")
+HOPPER = ("snake_conv_pair", "conv1d_snake")  # of compute capability 9.0 alone
 FOUND = 86  # exit status that compute-sanitizer gives where it found something
-FEWEST_SECONDS = 40.0
+FEWEST_SECONDS = 30.0 + KILLED_AFTER_S
 
 
 def run(suite: Suite) -> Iterator[Row]:
-    """One row a tool."""
-    for tool in TOOLS:
-        yield _watched(suite, tool)
+    """One row a tool, side by side."""
+    with ThreadPoolExecutor(len(TOOLS)) as pool:
+        yield from pool.map(partial(_watched, suite), TOOLS)
 
 
 def _watched(suite: Suite, tool: str) -> Row:
-    key = f"sanitizer-{tool}"
+    kernels = ",".join(suite.kernels)
+    key, title = f"sanitizer-{tool}", f"{tool} of {kernels or 'all kernels'}"
     saved = suite.saved(key)
-    if saved is not None:
-        return Row(key, saved["text"])
+    if saved is not None and saved["kernels"] in (kernels, ""):
+        return Row(title, saved["text"])
     if suite.dry:
-        return Row(key, f"{sum(1 for _ in calls(torch.device('cpu')))} calls, not watched on a CPU")
+        return Row(title, f"{len(matching(suite.kernels))} calls, not watched on a CPU")
     command = shutil.which("compute-sanitizer")
     if command is None:
-        return Row(key, "compute-sanitizer is not on PATH", "missing")
+        return Row(title, "compute-sanitizer is not on PATH", "missing")
     if suite.left() < FEWEST_SECONDS:
-        return Row(key, NOT_REACHED, "missing")
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    watched = [command, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, __file__]
-    try:
-        done = subprocess.run(watched, capture_output=True, text=True, timeout=suite.left() - 10, env=environment)
-    except subprocess.TimeoutExpired:
-        return Row(key, NOT_REACHED, "missing")
-    lines = [line for line in done.stdout.splitlines() if "SUMMARY" in line or "calls" in line]
-    text = "; ".join(lines) or (done.stdout + done.stderr).strip()[-300:]
-    if done.returncode == 0:
-        suite.save(key, {"text": text})
-        return Row(key, text)
-    print(done.stdout[-6000:], done.stderr[-2000:], flush=True)
-    return Row(key, f"status {done.returncode}: {text}", "wrong")
+        return Row(title, NOT_REACHED, "missing")
+    log = suite.file(f"{key}.txt")
+    watched = [command, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, __file__, "--kernels", kernels]
+    status = suite.program(watched, log, {**ONE_CORE, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+    lines = log.read_text(errors="replace").splitlines()
+    reports = [line for line in lines if line.startswith("=========") and "COMPUTE-SANITIZER" not in line]
+    if status is None:
+        reached = f"{NOT_REACHED}; the last line: {last_line(log)}"
+        return Row(title, f"{reached}; {reports[0]}" if reports else reached, "wrong" if reports else "missing")
+    text = "; ".join(line for line in lines if "SUMMARY" in line or "fallbacks" in line) or last_line(log)
+    if status == 0:
+        suite.save(key, {"kernels": kernels, "text": text})
+        return Row(title, text)
+    print("\n".join(reports)[:6000], flush=True)
+    return Row(title, f"status {status}: {text}; see {log.name}", "wrong")
 
 
 def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
@@ -166,8 +172,6 @@ def calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
         yield qk_norm_rope_cached, (*heads_of_token, normal(2, 1, kv_heads, 64), *kv, slots, *rope)
         few = normal(2, kv_heads, 17, 64), normal(2, kv_heads, 17, 64), torch.tensor([16, 0], device=device)
         yield small_attention, (*heads_of_token, normal(2, 1, kv_heads, 64), *few, *rope, 0.125)
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        yield from _hopper_calls(device)
 
 
 def _hopper_calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ...]]]:
@@ -188,16 +192,39 @@ def _hopper_calls(device: torch.device) -> Iterator[tuple[FusedOp, tuple[Any, ..
             yield conv1d_snake, (y, *single, None, bias1, None, alpha2, None, dilation, taps - 1, False)
 
 
+def matching(kernels: tuple[str, ...]) -> list[tuple[FusedOp, tuple[Any, ...]]]:
+    """The calls of the kernels that match a pattern (none: of all that this GPU runs), on the host.
+
+    Raises KeyError where a pattern matches no kernel.
+    """
+    host = torch.device("cpu")
+    found = list(calls(host))
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        found = [*_hopper_calls(host), *found]
+    names = {op.name for op, _ in found}
+    for pattern in kernels:
+        if not any(fnmatchcase(name, pattern) for name in (*names, *HOPPER)):
+            raise KeyError(f"no kernel matches {pattern!r}; watched are {', '.join(sorted(names))}")
+    return [call for call in found if not kernels or any(fnmatchcase(call[0].name, pattern) for pattern in kernels)]
+
+
 @torch.no_grad()
 def main() -> None:
-    run = Run("triton", "sanitizer")
-    count = 0
-    for op, arguments in calls(torch.device("cuda")):
-        op(*arguments, run=run)
+    """Make the calls, a line for each kernel as it is reached."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", default="", help="patterns of kernels, separated by commas; default: all")
+    kernels = parser.parse_args().kernels
+    run, device = Run("triton", "sanitizer"), torch.device("cuda")
+    chosen = matching(tuple(filter(None, kernels.split(","))))
+    reached = ""
+    for index, (op, arguments) in enumerate(chosen):
+        if op.name != reached:
+            reached = op.name
+            print(f"call {index} of {len(chosen)}: {reached}", flush=True)
+        op(*(value.to(device) if torch.is_tensor(value) else value for value in arguments), run=run)
         torch.cuda.synchronize()
-        count += 1
     fallbacks = dict(TALLIES.of(run.receipt).fallbacks)
-    print(f"{count} calls, fallbacks {fallbacks}")
+    print(f"{len(chosen)} calls, fallbacks {fallbacks}")
     sys.exit(1 if fallbacks else 0)
 
 

@@ -1,12 +1,14 @@
-"""The GPU suite's dry run: every step but the gate on a CPU, resuming, stopping in time, and the archives."""
+"""The GPU suite's dry run: steps on a CPU, resuming, stopping in time, and the archives."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import pkgutil
+import re
 import tarfile
 
+import gpu_sanitizer
 import gpu_suite
 import pytest
 import torch
@@ -50,29 +52,35 @@ def test_decoder_and_launches_of_the_real_decoder(tmp_path, capsys):
 
 
 def test_the_sanitizer_watches_every_kernel_inside_its_envelope():
-    from gpu_sanitizer import calls
-
     seen = set()
-    for op, arguments in calls(torch.device("cpu")):
+    for op, arguments in gpu_sanitizer.calls(torch.device("cpu")):
         assert op.unsupported(*arguments) is None
         seen.add(op.name)
     modules = [module.name for module in pkgutil.iter_modules(kernels.__path__, "voxfuse.kernels.")]
     for name in modules:
         importlib.import_module(name)
     ours = {name for name, op in OPS.items() if op.launch.__module__.startswith("voxfuse.kernels.")}
-    hopper = {"conv1d_snake", "snake_conv_pair"}  # for one GPU alone: tests/kernels/test_hopper_conv.py has their calls
-    assert seen == ours - hopper - {"conv1d"}  # conv1d is cuDNN and what is watched already
+    # for one GPU alone (tests/kernels/test_hopper_conv.py has their calls); conv1d is cuDNN and what is watched already
+    assert seen == ours - set(gpu_sanitizer.HOPPER) - {"conv1d"}
+
+
+def test_kernels_under_the_sanitizer_are_chosen_by_pattern():
+    names = [op.name for op, _ in gpu_sanitizer.matching(("skinny_*", "snake", "snake_conv_pair"))]
+    assert set(names) == {"skinny_linear", "skinny_swiglu", "snake"}  # the pair needs a GPU of compute capability 9.0
+    with pytest.raises(KeyError, match="no kernel matches 'snaek'"):
+        gpu_sanitizer.matching(("snaek",))
 
 
 def test_nothing_begins_after_the_budget(tmp_path, capsys):
-    assert suite(tmp_path, "--only", "checks,micro,decoder,launches,gate", "--budget", "0") == 3
-    table = capsys.readouterr().out
-    assert table.count("not reached within the budget") >= 5
+    assert suite(tmp_path, "--only", ",".join(gpu_suite.STEPS), "--budget", "0") == 3
+    table = capsys.readouterr().out.split('{"torch"')[1]
+    for name in set(gpu_suite.STEPS) - {"sanitizer"}:  # on a CPU its calls are only counted
+        assert re.search(rf"^\? {name} .*not reached within the budget", table, re.MULTILINE), name
     assert not (tmp_path / "records").exists()
 
 
 def test_a_step_that_breaks_leaves_the_others_running(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(gpu_suite.STEPS, "checks", ("no_such_module", "run"))
+    monkeypatch.setitem(gpu_suite.STEPS, "checks", gpu_suite.Step("no_such_module", "run", 10))
     assert suite(tmp_path, "--only", "checks,micro", "--budget", "0") == 1
     table = capsys.readouterr().out
     assert "broke: ModuleNotFoundError" in table and "not reached" in table
@@ -81,6 +89,9 @@ def test_a_step_that_breaks_leaves_the_others_running(tmp_path, capsys, monkeypa
 def test_unknown_steps_are_refused(tmp_path):
     with pytest.raises(SystemExit) as stop:
         suite(tmp_path, "--only", "checks,everything")
+    assert stop.value.code == 2
+    with pytest.raises(SystemExit) as stop:
+        suite(tmp_path, "--only", "checks", "--seconds", "everything=3")
     assert stop.value.code == 2
 
 

@@ -119,10 +119,12 @@ def run(
     there: Mapping[Key, MicroVerdict],
     keep: Callable[[MicroVerdict], object],
     clock: Clock | None = None,
+    broke: Callable[[JudgedCase, Exception], object] | None = None,
 ) -> Iterator[Judged]:
     """Judge every case that is not ``there`` while there is time; ``keep`` stores each verdict as it comes.
 
-    A case of a library that is absent has no verdict and warns (RuntimeWarning).
+    A case of a library that is absent has no verdict and warns (RuntimeWarning). What a case raises otherwise is
+    raised; where ``broke`` takes it instead, the case has no verdict and the next one follows.
     """
     machine: dict[str, float] = {}
     clock = clock or clock_for(bench.device)
@@ -133,20 +135,29 @@ def run(
         if verdict is None and bench.left() >= expected_s:
             begin = time.monotonic()
             machine = machine or machine_ceilings(clock, bench.device)
-            how = Run(bench.backend, "bench")
             try:
-                made = contest(judged.fusion, judged.case, bench.device, clock, how, machine, bench.compile_backend)
+                verdict = _verdict(judged, bench, clock, machine, environment)
             except ImportError as absent:  # a case of upstream's own modules
                 warnings.warn(f"{judged.case.name}: not judged, {absent}", RuntimeWarning, stacklevel=2)
-                yield Judged(judged, None)
-                continue
-            verdict = judge(made, clock_of(judged, clock, bench.device), environment, pairs=bench.pairs)
-            del made  # a model may be in it
-            keep(verdict)
-            expected_s = max(time.monotonic() - begin, 0.7 * expected_s)
+            except Exception as error:
+                if broke is None:
+                    raise
+                broke(judged, error)
+            if verdict is not None:
+                keep(verdict)
+                expected_s = max(time.monotonic() - begin, 0.7 * expected_s)
             if bench.device.type == "cuda":
                 torch.cuda.empty_cache()
         yield Judged(judged, verdict)
+
+
+def _verdict(
+    judged: JudgedCase, bench: Bench, clock: Clock, machine: Mapping[str, float], environment: Environment
+) -> MicroVerdict:
+    """One case judged; what was made for it, maybe a model, is gone at the end."""
+    how = Run(bench.backend, "bench")
+    made = contest(judged.fusion, judged.case, bench.device, clock, how, machine, bench.compile_backend)
+    return judge(made, clock_of(judged, clock, bench.device), environment, pairs=bench.pairs)
 
 
 def clock_of(judged: JudgedCase, clock: Clock, device: torch.device) -> Clock:

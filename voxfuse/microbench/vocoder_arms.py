@@ -85,7 +85,8 @@ class _Snake(nn.Module):
 
 
 class CausalConv1d(nn.Conv1d):
-    """A convolution whose zeros all lie in front, made on the host and put there by a copy, as upstream's."""
+    """A convolution whose zeros all lie in front. Upstream makes them on the host and copies them, which no CUDA graph
+    can hold: here they are made on the device, and leaving the copy out is in favour of the eager chain."""
 
     def __init__(self, channels: int, taps: int, dilation: int) -> None:
         super().__init__(channels, channels, taps, dilation=dilation)
@@ -93,7 +94,7 @@ class CausalConv1d(nn.Conv1d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, channels, frames]."""
-        zeros = torch.zeros(*x.shape[:2], self.causal_padding).to(x)
+        zeros = x.new_zeros(*x.shape[:2], self.causal_padding)
         return super().forward(torch.cat([zeros, x], dim=2))
 
 
