@@ -44,6 +44,25 @@ def test_a_static_cache_takes_gqa_decode_where_nothing_was_measured(measured):
     assert _measured.static_gqa_wins(4, cache(3, 512, 16))
 
 
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim", "rows", "keys", "dtype", "wins"),
+    [
+        (14, 2, 64, 1, 512, torch.bfloat16, True),  # 1.19
+        (14, 2, 64, 1, 2048, torch.bfloat16, True),  # 1.04, at a bar of 3 %
+        (14, 2, 64, 16, 512, torch.bfloat16, False),  # 1.00
+        (16, 8, 128, 1, 512, torch.bfloat16, True),  # 1.36
+        (16, 16, 64, 1, 512, torch.bfloat16, True),  # 1.25
+        (16, 16, 64, 16, 512, torch.bfloat16, False),  # 0.82
+        (14, 2, 64, 1, 512, torch.float32, False),  # wrong
+    ],
+)
+def test_an_h200_runs_what_its_records_say(q_heads, kv_heads, head_dim, rows, keys, dtype, wins, monkeypatch):
+    """Verdicts against SDPA of ``voxfuse bench gqa_attention``, 2026-12-01 15:44 UTC, commit 08f51d9."""
+    monkeypatch.setattr(_measured, "_capability_of", lambda device: "9.0")
+    held = torch.empty(rows, kv_heads, keys, head_dim, dtype=dtype, device="meta")
+    assert _measured.gqa_wins(q_heads, held) == wins
+
+
 def test_without_a_gpu_the_kernels_backend_is_asked():
     assert _measured.gqa_wins(4, cache(64, 9000)) and _measured.static_gqa_wins(4, cache(64, 9000))
 

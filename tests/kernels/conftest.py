@@ -12,8 +12,9 @@ ON_GPU = os.environ.get("VOXFUSE_TEST_GPU") == "1"
 
 
 @pytest.fixture(autouse=True, scope="session")
-def fused_multiply_add_rounds_once():
-    """The interpreter computes ``tl.fma`` with two roundings, a GPU with one: through fp64, so does this."""
+def interpreter_rounds_as_a_gpu():
+    """The interpreter computes ``tl.fma`` with two roundings, a GPU with one: through fp64, so does this. And an fp32
+    ``tl.dot`` in an order of NumPy's own choice; a GPU adds up one by one, with fused multiply-adds."""
     if ON_GPU:
         yield
         return
@@ -23,7 +24,19 @@ def fused_multiply_add_rounds_once():
         exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
         return interpreter.TensorHandle(exact.astype(x.data.dtype), z.dtype.scalar)
 
+    numpys_dot = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, c, *options):
+        if a.data.dtype != np.float32:
+            return numpys_dot(self, a, b, c, *options)
+        sums = c.data
+        for k in range(a.data.shape[-1]):
+            exact = a.data[..., :, k, None].astype(np.float64) * b.data[..., k, None, :].astype(np.float64) + sums
+            sums = exact.astype(np.float32)
+        return interpreter.TensorHandle(sums, c.dtype.scalar)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
         patch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
         yield
 

@@ -43,15 +43,33 @@ FLOAT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @triton.jit
 def _product(a, b, TARGET: tl.constexpr):
-    """a · b in fp32, of fp32 inputs by fp32 products: three TF32 ones leave twice the eager chain's error.
+    """a · bᵀ in fp32.
 
-    The interpreter has no product of half types, and sums fp32 one by one: it takes fp64.
+    Of fp32 inputs by fp32 products (three TF32 ones leave twice the eager chain's error), pairwise down to sums of
+    sixteen: a GPU adds up a row one by one, which over a head_dim of 64 alone leaves as much.
+    The interpreter has no product of half types: it takes fp64.
     """
-    if TARGET == "interpreter":
-        c = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
+    if a.dtype == tl.float32 and a.shape[1] > 16:
+        a_even, a_odd = tl.split(tl.reshape(a, [a.shape[0], a.shape[1] // 2, 2]))
+        b_even, b_odd = tl.split(tl.reshape(b, [b.shape[0], b.shape[1] // 2, 2]))
+        c = _product(a_even, b_even, TARGET) + _product(a_odd, b_odd, TARGET)
+    elif TARGET == "interpreter" and a.dtype != tl.float32:
+        c = tl.dot(a.to(tl.float64), tl.trans(b).to(tl.float64), out_dtype=tl.float64).to(tl.float32)
     else:
-        c = tl.dot(a, b, input_precision="ieee")
+        c = tl.dot(a, tl.trans(b), input_precision="ieee")
     return c
+
+
+@triton.jit
+def _scores(q, k, TARGET: tl.constexpr):
+    """q · kᵀ in fp32, whose rounding makes most of the result's error with fp32 inputs: these in sums of eight where
+    registers allow. tl.dot takes no fewer than sixteen, so half of them are zeros."""
+    if q.dtype == tl.float32 and q.shape[0] * q.shape[1] <= 1024:
+        low = tl.arange(0, q.shape[1])[None, :] < q.shape[1] // 2
+        scores = _product(tl.where(low, q, 0.0), k, TARGET) + _product(tl.where(low, 0.0, q), k, TARGET)
+    else:
+        scores = _product(q, k, TARGET)
+    return scores
 
 
 @triton.jit
@@ -100,7 +118,7 @@ def _split_kernel(
         inside = (n[:, None] < end) & (d[None, :] < D)
         k = tl.load(k_ptr + n[:, None].to(tl.int64) * stride_kl + d[None, :], mask=inside, other=0.0)
         v = tl.load(v_ptr + n[:, None].to(tl.int64) * stride_vl + d[None, :], mask=inside, other=0.0)
-        scores = _product(q, tl.trans(k), TARGET) * scale  # [BLOCK_M, BLOCK_N]
+        scores = _scores(q, k, TARGET) * scale  # [BLOCK_M, BLOCK_N]
         seen = real[:, None] & (n[None, :] < end)
         if CAUSAL:
             seen = seen & (n[None, :] <= position[:, None])
@@ -119,7 +137,7 @@ def _split_kernel(
         weights = exponential(scores - anchor[:, None])
         shrink = exponential(highest - anchor)
         total = total * shrink + tl.sum(weights, axis=1)
-        sums = sums * shrink[:, None] + _product(narrowed(weights, v, TARGET), v, TARGET)
+        sums = sums * shrink[:, None] + _product(narrowed(weights, v, TARGET), tl.trans(v), TARGET)
         highest = risen
 
     row = (b * T + t) * HK * G + head
@@ -200,7 +218,9 @@ def blocks(block_m: int, block_d: int, fp32: bool) -> tuple[int, tuple[tuple[str
     """Keys that a program takes at a time, and launch options: what leaves no register spilled on sm_80 to sm_100."""
     few, wide = block_m <= FEW_QUERIES, block_d > WIDE_HEAD_DIM
     if fp32:
-        return 16 if wide else 32, (("num_warps", 4 if few else 8), ("num_stages", 2))
+        size = block_m * block_d
+        keys = 16 if block_d >= WIDE_HEAD_DIM or size > 4096 else 32
+        return keys, (("num_warps", 4 if size < 2048 else 8), ("num_stages", 2))
     if few and not wide:
         return 64, (("num_warps", 4), ("num_stages", 3))
     return 32, (("num_warps", 4 if few else 8), ("num_stages", 2))
