@@ -1,7 +1,8 @@
 """Step ``compile``: fill Triton's and Inductor's caches on disk for the step ``micro``, a case a core.
 
 ``python scripts/gpu_compile.py I N SECONDS DEVICE`` prepares every N-th case from the I-th on, in the order of
-``micro``, and calls each arm once. Nothing is timed and nothing is kept but the caches. Prints a line a case.
+``micro`` (the case of ``judge`` first), and calls each arm once. Nothing is timed and nothing is kept but the caches.
+Prints a line a case.
 """
 
 from __future__ import annotations

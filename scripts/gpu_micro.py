@@ -78,7 +78,7 @@ def chosen(dry: bool) -> list[JudgedCase]:
 
 
 def run(suite: Suite) -> Iterator[Row]:
-    """One row per case, and one for all that were not reached. A case is judged again where the verdict in OUT is
+    """One row per case, and one for all that have no verdict. A case is judged again where the verdict in OUT is
     wrong, unsound or of other code; one that left the GPU in error comes last when the suite goes on."""
     folder = suite.out / "records"
     entries = ledger.load([folder] if folder.exists() else [])
@@ -107,7 +107,8 @@ def run(suite: Suite) -> Iterator[Row]:
         else:
             yield _row(name, judged.verdict, judged.outcome, suite.dry)
     if missing:
-        yield Row(f"{len(missing)} cases", f"{NOT_REACHED}; the first of them: {missing[0]}", "missing")
+        text = f"{NOT_REACHED}, or of a library that is absent (a warning says so); the first of them: {missing[0]}"
+        yield Row(f"{len(missing)} cases", text, "missing")
 
 
 def _device_fault(device: torch.device) -> str | None:

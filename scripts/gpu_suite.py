@@ -4,7 +4,8 @@
 
 Steps, chosen by ``--only``, each with the most seconds that it takes of one command (``--seconds STEP=S,...``). The
 first three time nothing and run side by side, on 16 cores (4 + 10 + 2 processes):
-compile    110  caches of Triton and Inductor filled for ``micro``, in its order; the cases that raise
+compile    110  caches of Triton and Inductor filled for ``micro``, in its order but for the case of ``judge``, which
+                comes first; the cases that raise
 tests      110  tests marked ``gpu``, those of ``--tests`` first; failures in OUT/steps/tests-failures.txt
 sanitizer  110  kernels (those of ``--kernels``; default: all) under compute-sanitizer's memcheck and racecheck
 Then, each alone on the GPU:

@@ -15,7 +15,8 @@ HEAD = """# Evidence
 Generated from `voxfuse/evidence/records` by `voxfuse ledger render`; do not edit. Every line is a record that carries
 its samples: `voxfuse ledger recompute` computes all verdicts again from them. Ratios are the baseline's time over
 voxfuse's, as the median of pairs with its 95 % interval: below 1 voxfuse is slower. *Of light* is the fraction of what
-copy bandwidth, arithmetic or one launch allow on that GPU.
+copy bandwidth, arithmetic or one launch allow on that GPU. Times are the GPU's (graph replay); of
+whole decode steps, `istft_polar` and `ras_sampling` they are the wall's, with a wait for the device in every sample.
 """
 OWN_COLUMNS = ("eager", "compile")
 METRICS = ("throughput ratio a/b", "latency p50", "peak GPU memory", "corpus WER", "SNR, median")

@@ -1,4 +1,5 @@
-"""Attention of a captured step over a static cache, by ``gqa_decode`` or, where that was measured faster, by SDPA.
+"""Attention of a captured step over a static cache, by ``gqa_decode`` or, where SDPA was measured to be faster, by it:
+nowhere yet (``_measured.STATIC_GQA_WINS``).
 
 ``gqa_decode`` reads the valid length of each row on the device and nothing behind it. SDPA knows no lengths: one graph
 for every length means all of the cache and a mask, so what lies behind a row's end must be finite there (a weight of

@@ -2,11 +2,11 @@
 
 ``register`` makes it known as ``attn_implementation="voxfuse"``; the decoder patches call ``attend`` themselves. Up to
 16 new tokens go to ``gqa_decode``, one without a mask where that was measured to be faster (``kernels/_measured.py``);
-all others to the best backend of torch's SDPA: to flash attention with
-``enable_gqa`` where that runs, else to the memory-efficient one with the group folded into the batch (keys and values
-then have a stride of 0 over the group). Where only SDPA's MATH backend is left, that is counted: with enable_gqa and
-fp32 or a mask SDPA takes it silently (pytorch #181528). What the kernels do not know (attention weights, soft caps,
-position biases, dropout) runs upstream's own chain, counted.
+all others to the best backend of torch's SDPA: to flash attention with ``enable_gqa`` where that runs, else to the
+memory-efficient one with the group folded into the batch (keys and values then have a stride of 0 over the group).
+Where only SDPA's MATH backend is left, that is counted: with enable_gqa and fp32 or a mask SDPA takes it silently
+(pytorch #181528). What the kernels do not know (attention weights, soft caps, position biases, dropout) runs upstream's
+own chain, counted.
 Semantics are those of transformers' ``sdpa_attention_forward``: a mask, where given, says everything; without one,
 several tokens are causal and aligned to the first key.
 """

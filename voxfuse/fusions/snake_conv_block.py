@@ -110,7 +110,7 @@ def wins_in_one_pass(conv1: Any, conv2: Any) -> bool:
 
 def _in_one_pass_each(pairs: Sequence[Pair], x: torch.Tensor, lengths: torch.Tensor | None, run: Run) -> torch.Tensor:
     _, frames, channels = x.shape
-    if x.stride() != (frames * channels, channels, 1):  # not what the kernel reads: a copy costs less than a chain
+    if x.stride() != (frames * channels, channels, 1):  # in particular channels that are not last in memory
         x, _ = snake(x, None, None, None, lengths, frames, 1, *PLAIN, True, run=run)
     for conv1, conv2, snake1, snake2 in pairs:
         weights = pack(conv1, "pair", [*sources(conv1), *sources(conv2)], functools.partial(_stacked, conv1, conv2))

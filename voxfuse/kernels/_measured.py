@@ -35,7 +35,7 @@ Heads = tuple[str | None, str, int, int, int]  # compute capability, type, query
 Limits = tuple[tuple[int, int, int, int], ...]  # fewest and most rows, fewest and most keys; any of them
 # Where ``gqa_decode`` beats SDPA over just the keys there are, for one token without a mask: a cache that grows. Heads
 # that are not here, and other GPUs, run SDPA, as the stacks do. 9.0: one H200, torch 2.11, warm caches, at 1, 16 and 64
-# rows of 32, 512, 2048 and 8192 keys; each point stands for those that are nearer to it than to the next one.
+# rows of 32, 512, 2048 and 8192 keys; what a point stands for beside itself: scripts/gqa_wins.py.
 # scripts/gqa_wins.py makes lines of records of ``voxfuse bench gqa_attention``. Those of 2026-12-01 15:44 UTC (H200,
 # torch 2.11, commit 08f51d9) cover 512 keys of all of these but 16/2 heads, and 2048 of the first, and agree: 1.19 and
 # 1.04, 1.36 and 1.25 times as fast at one row; 1.00 (14/2) and 0.82 (16/16) at 16. fp32 was wrong there: no line.

@@ -87,9 +87,9 @@ class Arm(Record, frozen=True, kw_only=True):
     """One contender of a micro verdict.
 
     ``gpu_us`` are per-pair samples, in the same order in every arm of the verdict (graph replay, or wall time with the
-    wait where the case's parameter ``timed`` is "wall"); ``host_us`` is the eager host cost of one call;
-    ``error_fp64`` is the relative RMS error against the fp64 oracle. ``absent`` says why
-    an arm could not run, and then nothing else is set.
+    wait where the case's parameter ``timed`` is "wall", and of the fusion ``istft_polar``, whose cases do not say it);
+    ``host_us`` is the eager host cost of one call; ``error_fp64`` is the relative RMS error against the fp64 oracle.
+    ``absent`` says why an arm could not run, and then nothing else is set.
     """
 
     name: str
