@@ -162,10 +162,10 @@ def test_programs_end_in_time_with_all_that_they_started(tmp_path):
     seconds = gpu_suite_state.KILLED_AFTER_S + 2
     assert suite(tmp_path, seconds).program([sys.executable, "-c", program], log) is None
     assert time.monotonic() - begin < seconds
-    pid, last = log.read_text().split("\n")[0], gpu_suite_state.last_line(log)
-    assert last == "kept" or "kept" in log.read_text()
+    pid = log.read_text().split("\n")[0]
+    assert "kept" in log.read_text()
     state = subprocess.run(["ps", "-o", "stat=", "-p", pid], capture_output=True, text=True).stdout.strip()
-    assert state in ("", "Z", "Zs", "Z+")
+    assert state[:1] in ("", "Z")
     assert suite(tmp_path, gpu_suite_state.KILLED_AFTER_S).program(["false"], log) is None  # no time to begin
     assert suite(tmp_path).program(["false"], log) == 1
 
