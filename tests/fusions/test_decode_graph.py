@@ -4,7 +4,6 @@ import copy
 import gc
 import importlib.util
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from decoders import prefill, tiny
 from fake_arena import FakeArena
 
 from voxfuse.fusions._graph_arena import CaptureError
-from voxfuse.fusions.decode_graph import DecodeRunner, DecodeSession, unsupported_generation
+from voxfuse.fusions.decode_graph import DecodeRunner, DecodeSession
 from voxfuse.fusions.graph_runner import capturing
 from voxfuse.kernels._op import TALLIES, Run
 
@@ -254,15 +253,6 @@ def test_what_runs_upstream_is_counted(make, tally):
         session.step(token)
     with pytest.raises(ValueError, match="cannot be captured: 0 rows"):
         runner.warm([(0, 10)])
-
-
-def test_generation_settings_that_run_upstream():
-    from transformers import GenerationConfig
-
-    assert unsupported_generation(GenerationConfig(do_sample=True, top_p=0.8)) is None
-    assert "beam" in unsupported_generation(GenerationConfig(num_beams=2))
-    assert "output_attentions" in unsupported_generation(GenerationConfig(output_attentions=True))
-    assert "use_cache" in unsupported_generation(SimpleNamespace(num_beams=1, use_cache=False))
 
 
 @torch.no_grad()

@@ -72,7 +72,9 @@ def judge(
     protocol: Annotated[str, typer.Option(help="The gate's: full decides, smoke does not.")] = "full",
     sentences: Annotated[int | None, typer.Option(min=1, help="Speak so many texts instead of the protocol's.")] = None,
     pairs: Annotated[int, typer.Option(min=30, max=MAX_PAIRS, help="Pairs per micro case.")] = 50,
-    case: Annotated[str | None, typer.Option(help="Only micro cases whose name contains this, to save time.")] = None,
+    case: Annotated[
+        str | None, typer.Option(help="Only micro cases whose name contains this; verdicts then rest on these alone.")
+    ] = None,
     model_dir: Annotated[Path | None, typer.Option(help="Folder with the stack's own weights.")] = None,
     asr: Annotated[str, typer.Option(help="ASR, as for voxfuse gate.")] = EMBEDDED,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -91,11 +93,11 @@ def judge(
             f"no fusions for {stack!r}; stacks with fusions: {', '.join(stacks)}", param_hint="--stack"
         )
     try:
-        speaker = gate_command.driver(stack)  # without one it ends before the gate, after all the benches
+        driver = gate_command.driver(stack)  # without one it ends before the gate, after all the benches
     except ValueError as error:
         message = f"{error}; shape by shape its fusions are judged by voxfuse bench --stack {stack}"
         raise typer.BadParameter(message, param_hint="--stack") from error
-    reached = getattr(speaker, "fusions", known)
+    reached = getattr(driver, "fusions", known)
     if beyond := [name for name in known if name not in reached]:
         print(f"voxfuse judge: the driver of {stack} does not run {', '.join(beyond)}: not judged", file=sys.stderr)
     known = tuple(name for name in known if name in reached)

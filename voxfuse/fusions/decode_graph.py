@@ -121,18 +121,6 @@ class DecodeRunner:
                 self.lanes.give_back(lane)
 
 
-def unsupported_generation(generation_config: Any) -> str | None:
-    """Why ``generate`` with this GenerationConfig must run upstream, or None."""
-    if (generation_config.num_beams or 1) > 1:
-        return f"beam search of {generation_config.num_beams} beams reorders the cache"
-    for name in ("output_attentions", "output_hidden_states", "cache_implementation", "prompt_lookup_num_tokens"):
-        if getattr(generation_config, name, None):
-            return f"{name} is {getattr(generation_config, name)}"
-    if getattr(generation_config, "use_cache", True) is False:
-        return "use_cache is off"
-    return None
-
-
 class DecodeSession:
     """One generation: ``step`` for each token, then ``close`` (or a with block, or garbage collection).
 
