@@ -158,7 +158,7 @@ class GraphRunner:
         found = self.find(tensors[0].shape[0], length, tensors[0].device, tensors[0].dtype)
         if isinstance(found, str):
             self.count_miss(found)
-            return self._uncaptured(tensors, lengths)
+            return self.uncaptured(tensors, lengths)
         return self.replay(found, length, *tensors, lengths=lengths)
 
     def attempt(
@@ -229,7 +229,7 @@ class GraphRunner:
             tensor if isinstance(tensor, torch.Tensor) else torch.full_like(static, tensor)
             for static, tensor in zip(found.inputs, tensors, strict=True)
         )
-        return self._uncaptured(list(whole), lengths)
+        return self.uncaptured(list(whole), lengths)
 
     def _replayed(
         self,
@@ -274,9 +274,8 @@ class GraphRunner:
                 self.statistics.misses[reason] += 1
         TALLIES.add(self._receipt, fallback=reason)
 
-    def _uncaptured(
-        self, tensors: Sequence[torch.Tensor], lengths: torch.Tensor | Sequence[int] | None
-    ) -> torch.Tensor:
+    def uncaptured(self, tensors: Sequence[torch.Tensor], lengths: torch.Tensor | Sequence[int] | None) -> torch.Tensor:
+        """What a graph captures, called without one, at the exact length of ``tensors``."""
         if lengths is not None:
             lengths = torch.as_tensor(lengths, dtype=torch.int64, device=tensors[0].device)
         return self._call(self.owner, *tensors, lengths)

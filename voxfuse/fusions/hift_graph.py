@@ -97,21 +97,10 @@ class Runners(Beside):
             runner.count_miss(audio)
             if audio is OUTER_CAPTURE or self.ruled_out(hift) is not None:
                 return audio
-            audio = self._uncaptured(hift, mel, source, lengths, max(held_back - 1, 0))
+            numbers = [mel.new_full((mel.shape[0], 1), number) for number in ahead]
+            with torch.no_grad():
+                audio = runner.uncaptured((mel, source, *numbers), lengths)
         return audio[:, : audio.shape[1] - held_back * samples_per_frame(hift)] if held_back else audio
-
-    def _uncaptured(
-        self,
-        hift: nn.Module,
-        mel: torch.Tensor,
-        source: torch.Tensor,
-        lengths: torch.Tensor | Sequence[int] | None,
-        ahead: int,
-    ) -> torch.Tensor:
-        valid = None if lengths is None else torch.as_tensor(lengths, dtype=torch.int64, device=mel.device)
-        frames = torch.full((mel.shape[0],), ahead, device=mel.device) if ahead else None
-        with torch.no_grad():
-            return hift_decoder.decode(hift, mel, source, valid, self._run, frames)
 
 
 def _before(hift: nn.Module) -> list[str]:
