@@ -84,3 +84,9 @@ def generator(stack, cond_channels=16, **settings):
                 parameter.normal_(0, 0.2)
         predictor.classifier.bias.fill_(150.0)  # voiced
     return hift.eval()
+
+
+def released(stack):
+    """A generator of the released sizes on the GPU, the same at every call."""
+    torch.manual_seed(0)
+    return generator(stack, **RELEASED, in_channels=80, base_channels=512, nb_harmonics=8).cuda()

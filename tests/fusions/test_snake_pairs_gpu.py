@@ -35,10 +35,7 @@ def stack(request):
 
 @pytest.fixture(scope="module")
 def hift(stack):
-    torch.manual_seed(0)
-    return hift_classes.generator(
-        stack, **hift_classes.RELEASED, in_channels=80, base_channels=512, nb_harmonics=8
-    ).cuda()
+    return hift_classes.released(stack)
 
 
 @pytest.fixture(scope="module")

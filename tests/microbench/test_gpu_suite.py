@@ -60,7 +60,7 @@ def test_the_sanitizer_watches_every_kernel_inside_its_envelope():
     for name in modules:
         importlib.import_module(name)
     ours = {name for name, op in OPS.items() if op.launch.__module__.startswith("voxfuse.kernels.")}
-    # for one GPU alone (tests/kernels/test_hopper_conv.py has their calls); conv1d is cuDNN and what is watched already
+    # for one GPU alone (their own test files have their calls); conv1d is cuDNN and what is watched already
     assert seen == ours - set(gpu_sanitizer.HOPPER) - {"conv1d"}
 
 

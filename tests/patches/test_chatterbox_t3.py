@@ -1,12 +1,11 @@
 """The patch of Chatterbox's T3 on its real class: upstream's tokens, and attention maps where they are read."""
 
-import functools
-
 import chatterbox_t3
 import pytest
 import torch
 from chatterbox_t3 import speak, text_to_speech_tokens
 from fake_arena import FakeArena
+from generating import record_graphs
 
 import voxfuse
 from voxfuse.fusions import decode_cache
@@ -18,10 +17,7 @@ OPS = 16  # fused operations of a step of three layers
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch):
     chatterbox_t3.upstream()
-    FakeArena.made, FakeArena.fail = [], None
-
-    made = functools.partial(decode_cache.CachedDecoding, arena=FakeArena)
-    monkeypatch.setattr(_decoding, "CachedDecoding", made)
+    record_graphs(monkeypatch)
 
 
 def patched(target="chatterbox"):

@@ -10,9 +10,9 @@ import torch
 from cosyvoice_lm import greedy, language_model, speak, speak_bistream
 from cosyvoice_sampling import ras_sampling
 from fake_arena import FakeArena
+from generating import record_graphs
 
 import voxfuse
-from voxfuse.fusions import decode_cache
 from voxfuse.kernels._op import Run
 from voxfuse.patches import _cosyvoice_lm, _decoding
 
@@ -29,16 +29,7 @@ def whole_masks(monkeypatch):
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Captures into a fake arena on the CPU; gives the CachedDecoding of each patch made since."""
-    FakeArena.made, FakeArena.fail, made = [], None, []
-
-    class Recorded(decode_cache.CachedDecoding):
-        def __init__(self, *args, **options):
-            super().__init__(*args, arena=FakeArena, **options)
-            made.append(self)
-
-    monkeypatch.setattr(_decoding, "CachedDecoding", Recorded)
-    return made
+    return record_graphs(monkeypatch)
 
 
 def patched(target="cosyvoice2"):
